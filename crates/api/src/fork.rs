@@ -60,7 +60,7 @@ pub struct Forked {
     pub device_bytes: u64,
     /// The clones that are there.
     pub clones: Vec<Cloned>,
-    /// The clones that are not there, and why.
+    /// The clones that did not come to run, and why.
     pub failed: Vec<NotCloned>,
     /// The template, where one was made.
     pub template: Option<TemplateState>,
@@ -83,7 +83,8 @@ pub struct Cloned {
     pub lacks: Option<Problem>,
 }
 
-/// A clone that came to nothing. Nothing of it is left.
+/// A clone that came to nothing, of which nothing is left; or one on another host that has not said whether it runs
+/// there, which is asked until it does: then the problem says so.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct NotCloned {
     /// The name that it was to have.

@@ -204,7 +204,7 @@ pub struct Fork {
     /// Each card is unplugged and another one plugged into its place, once the clone runs. Its guest has to let go of
     /// the former one, and configures the new one as its own programs do. Cards that cannot be unplugged are refused
     /// before anything is paused.
-    #[arg(long, conflicts_with = "paused")]
+    #[arg(long, conflicts_with_all = ["paused", "hold"])]
     pub new_mac: bool,
     /// Write the report there as JSON; '-' is standard output
     #[arg(long, value_name = "FILE")]

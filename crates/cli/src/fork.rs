@@ -7,7 +7,7 @@ use sterna_api::{ForkRequest, Forked};
 
 use crate::arguments::Fork;
 use crate::client::{Client, escape};
-use crate::failure::Failure;
+use crate::failure::{Failure, describe};
 use crate::machines::write_json;
 use crate::template;
 
@@ -37,7 +37,7 @@ pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
         write_json(path, &forked)?;
     }
     for failed in &forked.failed {
-        eprintln!("sterna: '{}' is not there: {}", failed.vm, failed.problem.with_causes());
+        eprint!("{}", describe(&format!("sterna: '{}' did not come to run", failed.vm), &failed.problem));
     }
     let lacking = forked.clones.iter().filter_map(|clone| Some((&clone.vm, clone.lacks.as_ref()?)));
     let mut whole = forked.failed.is_empty();

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::show_size;
-use sterna_api::{ReplaceRequest, Replaced, Vm};
+use sterna_api::{Code, ReplaceRequest, Replaced, Vm, VmState};
 
 use crate::arguments::Replace;
 use crate::client::{Client, escape};
@@ -22,7 +22,9 @@ pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failu
         None => {
             let all = client.get::<Vec<Vm>>("/v1/vms").await?.into_iter();
             // What is held ready for a template is made anew there.
-            all.filter(|vm| vm.held_for.is_none()).map(|vm| vm.name).collect()
+            let (leave, stay): (Vec<Vm>, Vec<Vm>) = all.filter(|vm| vm.held_for.is_none()).partition(leaves);
+            leave.iter().for_each(|vm| eprintln!("sterna: '{}' is left out: it leaves this host", vm.name));
+            stay.into_iter().map(|vm| vm.name).collect()
         }
     };
     let request = ReplaceRequest {
@@ -38,6 +40,10 @@ pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failu
         let answer = client.post(&format!("/v1/vms/{}/replace", escape(name)), &request).await;
         let replaced: Replaced = match answer {
             Ok(replaced) => replaced,
+            Err(failure) if wanted.all && failure.problem.code == Code::UnknownVm => {
+                eprintln!("sterna: '{name}' is left out: it has ended, or has left this host");
+                continue;
+            }
             Err(failure) => {
                 let failure = failure.with_whereabouts();
                 if wanted.all || failure.code == LOST {
@@ -64,6 +70,11 @@ pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failu
         }
     }
     failed.map_or(Ok(ExitCode::SUCCESS), Err)
+}
+
+/// Whether a machine's QEMU here is of no use for long: it is being moved away, or is only what a clone elsewhere needs.
+fn leaves(vm: &Vm) -> bool {
+    matches!(vm.state, VmState::MigratingOut | VmState::WaitingForPeer)
 }
 
 /// Where the guest of a machine is whose QEMU was not replaced, for people.

@@ -201,7 +201,8 @@ impl Daemon {
     /// The part that replaces machines' QEMUs.
     #[must_use]
     pub fn replace(&self) -> Replace<'_> {
-        Replace { care: &self.care, launcher: &self.launcher, may_haste: self.config.pause_priority }
+        let (here, may_haste) = (&self.destination, self.config.pause_priority);
+        Replace { care: &self.care, launcher: &self.launcher, here, may_haste }
     }
 
     /// The part that forks machines.

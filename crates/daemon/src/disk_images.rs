@@ -38,6 +38,8 @@ const LOOK: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(20);
 /// How long QEMU may take to give up a job.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
+/// The longest that a commit takes to end once all of it is written: it needs a moment in which the guest writes nothing.
+const END_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a machine is left alone after it did not work.
 const AFTER_FAILURE: Duration = Duration::from_secs(300);
 /// From so many images on they are made fewer even while others use them: half of what a disk may have.
@@ -51,6 +53,14 @@ struct Joining {
     gives_way: AtomicBool,
     /// Its user has paused the guest.
     paused: AtomicBool,
+    /// When it is given up in any case, if ever.
+    until: Option<Instant>,
+}
+
+impl Joining {
+    fn is_over(&self) -> bool {
+        self.gives_way.load(Ordering::Relaxed) || self.until.is_some_and(|until| Instant::now() >= until)
+    }
 }
 
 impl Activity for Joining {
@@ -174,8 +184,9 @@ fn commit(
     let stored = machines.store(&ending).map_err(|error| host("cannot write the machine's record", &error));
     let ended = stored.and_then(|()| {
         jobs::complete(qmp, JOB).map_err(failed)?;
-        // Not given up any more: it takes no time.
-        wait(qmp, &Joining::default(), &[]).map_err(failed)
+        // Not given up any more, unless the guest or its disk keeps it from ending.
+        let until = Some(Instant::now() + END_TIMEOUT);
+        wait(qmp, &Joining { until, ..Joining::default() }, &[]).map_err(failed)
     });
     let now = settled(&ending, qmp)?;
     machines.store(&now).map_err(|error| host("cannot write the machine's record", &error))?;
@@ -223,7 +234,7 @@ fn wait(qmp: &mut Qmp, doing: &Joining, until: &[JobState]) -> Result<Option<Job
         match jobs::job_state(qmp, JOB)? {
             Some(state) if until.contains(&state) || matches!(state, JobState::Ended(_)) => return Ok(Some(state)),
             None => return Ok(None),
-            _ if doing.gives_way.load(Ordering::Relaxed) => return Ok(None),
+            _ if doing.is_over() => return Ok(None),
             _ => std::thread::sleep(POLL),
         }
     }

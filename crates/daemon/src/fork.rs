@@ -76,7 +76,7 @@ pub struct Fork<'a> {
     /// This host as one that machines come to: its memory, and what gangs share.
     pub here: &'a Destination,
     /// The files that RAM consists of once it was forked.
-    pub images: &'a Images,
+    pub images: &'a Arc<Images>,
     /// What clones can be made of later.
     pub warm: &'a WarmPools,
     /// This host as one that machines leave.
@@ -245,9 +245,9 @@ impl Fork<'_> {
         Err(Problem::new(Code::CannotFork, Blame::Request, message).hint("fork it into clones with names"))
     }
 
-    /// Has room promised for the clones' QEMUs, and for what is kept back of what they may write; where they go to
-    /// other hosts, for the copy of private memory that is what they begin as. Once they are there their records say
-    /// that.
+    /// Has room promised for the clones' QEMUs, for what is kept back of what they may write, and for the copy of the
+    /// pages that a guest in private memory has for its own; where they go to other hosts, for the copy of private
+    /// memory that is what they begin as. Once they are there their records say that.
     fn promise_room(&self, record: &VmRecord, request: &ForkRequest) -> Result<Option<Promise>, Problem> {
         let (here, name) = (self.here, &record.name);
         if !request.to.is_empty() && record.memory_mode == MemoryMode::Shared {
@@ -258,7 +258,8 @@ impl Fork<'_> {
             return here.promise(&format!("a copy of the memory of '{name}'"), content).map(Some);
         }
         let clones = request.names.len() as u64 + u64::from(request.hold.unwrap_or(0));
-        let needed = needed_bytes(content, here.unshare_reserve, clones);
+        let copied = if record.memory_mode == MemoryMode::Private { record.allocated_bytes() } else { 0 };
+        let needed = needed_bytes(content, here.unshare_reserve, clones).saturating_add(copied);
         here.promise(&format!("what may become of {clones} clones of '{name}'"), needed).map(Some)
     }
 
@@ -291,13 +292,24 @@ impl Fork<'_> {
             forking.clone()
         });
         // And which images its disks are on. Who does not know that must not give it another QEMU.
-        let now = source.with_its_disks(&now).map_err(|problem| self.is_in_doubt(&forking, problem))?;
+        let now = match source.with_its_disks(&now) {
+            Ok(now) => now,
+            Err(problem) => {
+                // QEMU is asked again over another connection.
+                let waits = waits.is_some();
+                drop(source);
+                return Err(self.is_in_doubt(&forking, problem, waits));
+            }
+        };
         if now.forking.is_none() {
             source::forget_others(self.images, &forking, &now);
         }
         // What is on record stays until it runs: a restarted daemon lets it.
         if let Some(error) = waits {
             let failed = control::refused("let the guest run on", error);
+            if has_ended(&now, &failed) {
+                return Err(self.is_gone(&now, why.unwrap_or(failed)));
+            }
             resuming::go_on_here(&self.care.machines, &now, false, failed.with_causes());
             return Err(why.unwrap_or(failed).guest(Whereabouts::Paused).hint(format!(
                 "the guest is whole, and QEMU is asked again until it lets it run: 'sterna show {}'",
@@ -314,8 +326,12 @@ impl Fork<'_> {
             return Ok(Paused { frozen, saved, clones, now });
         }
         drop(clones);
+        let why = why.unwrap_or_else(|| MigrateError::Bug("nothing was saved").problem());
+        if has_ended(&now, &why) {
+            return Err(self.is_gone(&now, why));
+        }
         self.settle(&VmRecord { overlays: Vec::new(), ..now });
-        Err(why.unwrap_or_else(|| MigrateError::Bug("nothing was saved").problem()).guest(Whereabouts::Source))
+        Err(why.guest(Whereabouts::Source))
     }
 
     /// Gives running clones network cards with addresses of their own.
@@ -339,19 +355,24 @@ impl Fork<'_> {
         }
     }
 
-    /// The guest runs, or stands still, on disks of which nobody knows whether they are overlays. The next daemon asks
-    /// again; until then the machine stays as it is.
-    fn is_in_doubt(&self, forking: &VmRecord, problem: Problem) -> Problem {
-        // It may have closed its connections, and take a moment longer to end.
-        let gone = problem.code == Code::QemuGone && forking.process.is_ending();
-        if gone || forking.process.open().is_none() {
-            self.care.machines.give_back(forking);
-            forking.overlays.iter().filter(|overlay| overlay.of == forking.name).for_each(Overlay::remove);
-            return problem.guest(Whereabouts::Gone);
+    /// The guest runs, or stands still (`waits`), on disks of which nobody knows whether they are overlays.
+    fn is_in_doubt(&self, forking: &VmRecord, problem: Problem, waits: bool) -> Problem {
+        if has_ended(forking, &problem) {
+            return self.is_gone(forking, problem);
         }
         tracing::error!(vm = %forking.name, "{}", problem.with_causes());
-        self.care.machines.mark(&forking.name, "it was forked, and which images its disks are on cannot be told");
-        problem.hint("restart sternad once its QEMU answers: it asks again")
+        go_on_once_known(&self.care.machines, self.images, forking, problem.with_causes());
+        problem.guest(if waits { Whereabouts::Paused } else { Whereabouts::Source }).hint(format!(
+            "the guest is whole, and QEMU is asked again until it says which images its disks are on: 'sterna show {}'",
+            forking.name
+        ))
+    }
+
+    /// The machine's QEMU has ended, and its guest with it.
+    fn is_gone(&self, record: &VmRecord, problem: Problem) -> Problem {
+        self.care.machines.give_back(record);
+        record.overlays.iter().filter(|overlay| overlay.of == record.name).for_each(Overlay::remove);
+        problem.guest(Whereabouts::Gone)
     }
 
     /// The machine is as it was, unless its QEMU has ended.
@@ -362,9 +383,35 @@ impl Fork<'_> {
         }
         self.care.machines.give_back(record);
         self.care.balloons.keep(record);
-        let gone = record.process.open().is_none();
+        let gone = has_ended(record, &problem);
         problem.guest(if gone { Whereabouts::Gone } else { Whereabouts::Source })
     }
+}
+
+/// Brings a machine whose RAM and disks nobody knows to the end of its fork, as soon as its QEMU says what they are, and
+/// lets its guest run on. `failed` is why that has not worked yet.
+pub fn go_on_once_known(machines: &Arc<Machines>, images: &Arc<Images>, forking: &VmRecord, failed: String) {
+    let images = Arc::clone(images);
+    let known = move |machines: &Machines, forking: &VmRecord| end_of_fork(machines, &images, forking);
+    resuming::go_on_once_known(machines, forking, known, failed);
+}
+
+/// A machine that was being forked, as its RAM and its disks are now. That is on record when this returns.
+///
+/// # Errors
+/// As [`source::recover`] and [`overlays::recover`].
+pub fn end_of_fork(machines: &Machines, images: &Images, forking: &VmRecord) -> Result<VmRecord, Problem> {
+    let now = source::recover(forking).and_then(|record| overlays::recover(&record))?;
+    if let Err(error) = machines.store_for_daemon(&now) {
+        tracing::error!(vm = %now.name, %error, "cannot write the machine's record");
+    }
+    source::forget_others(images, forking, &now);
+    Ok(now)
+}
+
+/// Whether a machine's QEMU has ended, with which something did not work.
+fn has_ended(record: &VmRecord, problem: &Problem) -> bool {
+    record.process.has_ended(matches!(problem.code, Code::QemuGone | Code::GuestOff))
 }
 
 /// Clones before they run.
@@ -427,6 +474,10 @@ fn check_request(request: &ForkRequest) -> Result<(), Problem> {
     }
     if request.overlay_directory.is_some() && !request.overlay_disks {
         return Err(invalid("a directory for overlays, and no overlays are asked for"));
+    }
+    if request.new_mac && request.hold.is_some() {
+        let hint = "once one is taken and runs: 'sterna link NAME up --new-mac'";
+        return Err(invalid("clones that are held ready keep the hardware addresses of their source").hint(hint));
     }
     if request.new_mac && request.paused {
         return Err(invalid("a guest that is held lets go of no network card, so it gets no other address"));

@@ -72,6 +72,12 @@ impl Identity {
         self.open().is_none_or(|handle| handle.wait(Some(END_TIMEOUT)))
     }
 
+    /// Whether it has ended. One that has closed its connections may take a moment longer, for which is waited.
+    #[must_use]
+    pub fn has_ended(&self, is_closed: bool) -> bool {
+        if is_closed { self.is_ending() } else { self.open().is_none() }
+    }
+
     /// As [`open`](Self::open), with an error where the host cannot tell.
     fn look(&self) -> io::Result<Option<Handle>> {
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };

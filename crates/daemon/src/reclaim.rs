@@ -95,7 +95,7 @@ impl Reclaim<'_> {
     fn by_vmi(&self, record: &VmRecord, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), Problem> {
         let mut control = Control::connect(&record.qmp)?;
         // What others write past QEMU's mapping is not held up while a page is taken.
-        check_writers(&record.name, &control.inspect()?)?;
+        check_writers(&record.name, "have memory taken from it", &control.inspect()?)?;
         let split = self.machines.split_of(record)?;
         let (faults, blocks) = accesses(record, split.as_ref().map(|split| split.pager()))?;
         let qmp = control.share();

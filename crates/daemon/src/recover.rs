@@ -85,7 +85,7 @@ pub struct Recovery<'a> {
     /// This host as a source.
     pub departures: &'a Arc<Departures>,
     /// The files that RAM consists of once it was forked.
-    pub images: &'a Images,
+    pub images: &'a Arc<Images>,
     /// What clones can be made of, and those that are held ready.
     pub warm: &'a WarmPools,
     /// The part that splits machines.
@@ -253,20 +253,14 @@ impl Recovery<'_> {
 
     /// Lets the guest of a machine run on that was being forked.
     fn recover_forking(&self, forking: &VmRecord) {
-        let recovered = fork::source::recover(forking).and_then(|record| fork::overlays::recover(&record));
-        let record = match recovered {
+        let record = match fork::end_of_fork(self.machines(), self.images, forking) {
             Ok(record) => record,
             Err(problem) => {
                 tracing::error!(vm = %forking.name, "it was being forked: {}", problem.with_causes());
-                self.machines()
-                    .mark(&forking.name, "it was being forked, and what its RAM and disks are cannot be told");
-                return self.care.watch(forking);
+                self.care.watch(forking);
+                return fork::go_on_once_known(self.machines(), self.images, forking, problem.with_causes());
             }
         };
-        if let Err(error) = self.machines().store_for_daemon(&record) {
-            tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
-        }
-        fork::source::forget_others(self.images, forking, &record);
         if let Err(problem) = give_back(&record) {
             self.care.watch(&record);
             return resuming::go_on_here(self.machines(), &record, false, problem.with_causes());

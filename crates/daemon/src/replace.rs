@@ -26,7 +26,7 @@ use sterna_engine::fork::layer::{Draft, Layer};
 use sterna_engine::memory::{Memory, kind};
 use sterna_engine::replace::{HandedOver, Keeper, Stayed, Untouched, hand_over};
 use sterna_engine::vmm::qemu::{QemuDestination, QemuSource};
-use sterna_engine::vmm::{Destination, Source};
+use sterna_engine::vmm::{self, Source};
 use sterna_sys::map::Access;
 
 use crate::care::Care;
@@ -39,6 +39,8 @@ use crate::machines::record::{VmRecord, version};
 use crate::machines::start::{Launcher, Started};
 use crate::machines::succession::Succession;
 use crate::machines::table::Machines;
+use crate::migration::incoming::Destination;
+use crate::migration::promises::Promise;
 use crate::migration::{prechecks, resuming};
 use crate::problems::host;
 use crate::process::{Handle, Identity};
@@ -58,6 +60,8 @@ pub struct Replace<'a> {
     pub care: &'a Care,
     /// What starts QEMUs.
     pub launcher: &'a Launcher,
+    /// This host as one whose memory is promised.
+    pub here: &'a Destination,
     /// Whether the threads of a pause may go before all others.
     pub may_haste: bool,
 }
@@ -67,6 +71,8 @@ struct Former {
     vmm: QemuSource,
     /// Whether the guest is to run.
     running: bool,
+    /// The memory that its pages may take once more while it is there.
+    _room: Option<Promise>,
 }
 
 /// A QEMU that waits for the guest.
@@ -159,7 +165,7 @@ impl Replace<'_> {
         record.check_settled()?;
         let mut control = Control::connect(&record.qmp)?;
         let about = control.inspect()?;
-        check_movable(name, &about)?;
+        check_movable(name, "have its QEMU replaced", &about)?;
         let user = request.arguments.clone().unwrap_or_else(|| record.arguments.clone());
         let user = vmgenid::kept(user, &arguments::parse(&record.arguments));
         let items = arguments::parse(&user);
@@ -167,7 +173,10 @@ impl Replace<'_> {
         check_keeps_memory(name, &items)?;
         check_images(name, &items, &about)?;
         let path = request.qemu.as_ref().map_or(record.qemu_path.clone(), PathBuf::from);
-        // There is room: it is the same memory.
+        // For shared memory there is room: it is the same. A guest's own pages in private memory are copied, and are
+        // there twice until its former QEMU has ended.
+        let copy = || self.here.promise(&format!("a copy of what '{name}' has for its own"), record.allocated_bytes());
+        let room = (record.memory_mode == MemoryMode::Private).then(copy).transpose()?;
         let binary = prechecks::check(&record.spec(&about), &items, Some(&path))?;
         let mut vmm = control::source(record, control.share())?;
         let running = vmm.running().map_err(|error| control::refused("tell its state", &error))?;
@@ -184,7 +193,7 @@ impl Replace<'_> {
         self.store(&begun)?;
         let started = self.start((&mut vmm, past), &begun, &succession, binary, (user, items));
         match started {
-            Ok(waiting) => Ok((Former { vmm, running }, waiting)),
+            Ok(waiting) => Ok((Former { vmm, running, _room: room }, waiting)),
             Err(problem) => {
                 // Its migration settings are what they were.
                 let _ = vmm.rollback();
@@ -279,7 +288,7 @@ impl Replace<'_> {
         let moved = draft.map(|draft| Moved { draft, ram, layer: None });
         let may_haste = self.may_haste;
         let mut keeper = Changeover { machines, former: record.process, next: &next, agent, taps, moved, may_haste };
-        let vmms: (&mut dyn Source, &mut dyn Destination) = (&mut former.vmm, &mut successor);
+        let vmms: (&mut dyn Source, &mut dyn vmm::Destination) = (&mut former.vmm, &mut successor);
         let handed = hand_over(vmms, &untouched, &mut keeper, former.running, compared);
         drop(stand_ins);
         let handed = handed?;
@@ -303,9 +312,8 @@ impl Replace<'_> {
     /// The machine is as it was, unless its own QEMU has ended.
     fn stays(&self, record: &VmRecord, mut problem: Problem) -> Problem {
         self.care.machines.try_store(record);
-        // It may have closed its connections, and take a moment longer to end.
         let gone = problem.code == Code::QemuGone;
-        let ended = if gone { record.process.is_ending() } else { record.process.open().is_none() };
+        let ended = record.process.has_ended(gone);
         self.care.machines.give_back(record);
         self.care.balloons.keep(record);
         if ended {

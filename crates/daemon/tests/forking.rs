@@ -4,6 +4,7 @@
 mod support;
 
 use std::io::Read;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
@@ -122,6 +123,8 @@ fn clones_for_which_there_is_no_room_are_not_begun_and_fewer_of_them_are() {
         return;
     }
     let host = small_host(&["m"]);
+    let refused = host.refused("POST", &path("m"), &json!({ "hold": 1, "new_mac": true }));
+    assert_eq!(refused, "invalid-request", "it would be of no use");
     for request in [json!({ "names": ["x", "y", "z"] }), json!({ "names": ["x"], "hold": 2 }), json!({ "hold": 200 })] {
         let (status, problem) = host.ask("POST", &path("m"), Some(&request));
         assert_eq!((status >= 400, problem["code"].as_str()), (true, Some("out-of-memory")), "{problem}");
@@ -130,6 +133,43 @@ fn clones_for_which_there_is_no_room_are_not_begun_and_fewer_of_them_are() {
     assert_eq!((host.ram_files(), host.state_of("m").as_str()), (1, "running"), "it was not begun with");
     fork(&host, "m", &json!({ "names": ["x"], "hold": 1 }));
     assert_eq!((ready(&host, "m"), host.names().len()), (1, 3));
+}
+
+/// A fork, and another QEMU, begin with a copy of what a guest in private memory has for its own.
+#[test]
+fn where_there_is_no_room_for_a_copy_of_a_guests_own_pages_it_is_not_begun() {
+    if cannot_run() {
+        return;
+    }
+    let host = small_host(&[]);
+    for name in ["p", "q"] {
+        let mut request = run_request(name, &[&BARE[..], &["-nodefaults"]].concat());
+        request["memory_bytes"] = json!(OWN + (16 << 20));
+        request["memory_mode"] = "private".into();
+        let (status, vm) = host.ask("POST", "/v1/vms", Some(&request));
+        assert_eq!(status, 201, "{vm}");
+    }
+    write_own_pages(host.pid_of("p"), OWN + (16 << 20));
+    assert_eq!(host.refused("POST", &path("p"), &json!({ "names": ["x"] })), "out-of-memory");
+    assert_eq!(host.refused("POST", "/v1/vms/p/replace", &json!({})), "out-of-memory");
+    assert_eq!((host.names(), host.state_of("p").as_str()), (vec!["p".to_owned(), "q".to_owned()], "running"));
+    // There is for one that has written as good as nothing.
+    fork(&host, "q", &json!({ "names": ["x"] }));
+}
+
+/// So much is too much to be copied on a small host, with the margin, and a clone may still write a tenth of it, bytes.
+const OWN: u64 = 150 << 20;
+
+/// Writes so much of a QEMU's RAM of this size as if its guest did.
+fn write_own_pages(pid: u32, ram: u64) {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it runs");
+    let range = |line: &str| {
+        let (start, end) = line.split(' ').next()?.split_once('-')?;
+        Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))
+    };
+    let (start, _) = maps.lines().filter_map(range).find(|(start, end)| end - start == ram).expect("its RAM");
+    let memory = std::fs::File::options().write(true).open(format!("/proc/{pid}/mem")).expect("its memory");
+    memory.write_all_at(&vec![7; OWN as usize], start).expect("it has memory");
 }
 
 /// Whoever has it in hand goes on, and so does it.

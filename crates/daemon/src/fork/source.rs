@@ -115,7 +115,7 @@ impl Source {
         record.check_settled()?;
         let mut control = Control::connect(&record.qmp)?;
         let about = control.inspect()?;
-        check_movable(name, &about)?;
+        check_movable(name, "be forked", &about)?;
         check_disks(record, &about)?;
         record.check_template()?;
         let disks = writable_disks(control.qmp()).map_err(|error| control::refused("tell its disks", &error))?;

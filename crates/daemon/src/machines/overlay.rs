@@ -119,7 +119,8 @@ impl Overlay {
 
     /// Whether nothing was written to it yet: it is empty, or none of its clusters holds data.
     fn is_blank(&self) -> io::Result<bool> {
-        let file = File::open(&self.path)?;
+        // It lies where others may write.
+        let file = open_regular(&self.path).map_err(io::Error::from)?;
         if file.metadata()?.len() == 0 {
             return Ok(true);
         }
@@ -177,6 +178,16 @@ mod tests {
             overlay.remove();
             assert!(overlay.path.exists());
         }
+    }
+
+    #[test]
+    fn what_others_put_in_an_overlays_place_holds_nobody_up_and_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let overlay = overlay(dir.path());
+        assert!(std::process::Command::new("mkfifo").arg(&overlay.path).status().unwrap().success());
+        // To open one whose other end nobody has open takes for ever.
+        overlay.remove();
+        assert!(overlay.path.exists());
     }
 
     #[test]

@@ -17,30 +17,27 @@ use crate::problems::host;
 use crate::qemu::arguments::{Item, named, parse};
 use crate::qemu::disks::is_named;
 
-/// Whether all that writes the guest's RAM does so through QEMU's mapping.
+/// Whether all that writes the guest's RAM does so through QEMU's mapping, without which it cannot do `what`.
 ///
 /// # Errors
 /// A [`Problem`] that names who does not.
-pub fn check_writers(name: &str, about: &Inspection) -> Result<(), Problem> {
+pub fn check_writers(name: &str, what: &str, about: &Inspection) -> Result<(), Problem> {
     if about.foreign_writers.is_empty() {
         return Ok(());
     }
     let who = about.foreign_writers.join(", ");
-    let why = format!(
-        "'{name}' cannot be moved, nor memory be taken from it: others than QEMU write its RAM, unseen ({who})"
-    );
+    let why = format!("'{name}' cannot {what}: others than QEMU write its RAM, unseen ({who})");
     Err(Problem::new(Code::ForeignWriters, Blame::Request, why)
         .hint("use virtio devices that QEMU or the kernel's vhost serve"))
 }
 
-/// Whether a machine can be moved at all, whatever the destination.
+/// Whether a machine can `be moved` at all, whatever the destination, or another QEMU have its guest in another way.
 ///
 /// # Errors
 /// A [`Problem`] that says what is in the way.
-pub fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
-    let refuse =
-        |code, why: String| Err(Problem::new(code, Blame::Request, format!("'{name}' cannot be moved: {why}")));
-    check_writers(name, about)?;
+pub fn check_movable(name: &str, what: &str, about: &Inspection) -> Result<(), Problem> {
+    let refuse = |code, why: String| Err(Problem::new(code, Blame::Request, format!("'{name}' cannot {what}: {why}")));
+    check_writers(name, what, about)?;
     if !about.blockers.is_empty() {
         return refuse(Code::QemuBlocks, about.blockers.join("; "))
             .map_err(|problem| problem.hint("QEMU itself refuses: take the device away that it names"));
@@ -100,7 +97,7 @@ pub struct Movable {
 pub fn check(record: &VmRecord) -> Result<(), Problem> {
     record.check_settled()?;
     let about = Control::connect(&record.qmp)?.inspect()?;
-    check_movable(&record.name, &about)?;
+    check_movable(&record.name, "be moved", &about)?;
     check_disks(record, &about)?;
     record.check_template()
 }
@@ -114,7 +111,7 @@ pub fn movable(record: &VmRecord, pager: Option<&Arc<Pager>>) -> Result<Movable,
     record.check_settled()?;
     let mut control = Control::connect(&record.qmp)?;
     let about = control.inspect()?;
-    check_movable(&record.name, &about)?;
+    check_movable(&record.name, "be moved", &about)?;
     check_disks(record, &about)?;
     // What damages a guest must not travel as if it were the guest's.
     record.check_template().inspect_err(|problem| tracing::error!(vm = %record.name, "{}", problem.message))?;

@@ -131,22 +131,46 @@ pub fn go_on_here(machines: &Arc<Machines>, record: &VmRecord, replaced: bool, f
     begin(machines, record, if replaced { What::LetRunHere } else { What::GiveBackHere }, Some(failed));
 }
 
+/// As [`go_on_here`] of a machine of which `known` tells what it is, once that can be told.
+pub fn go_on_once_known(
+    machines: &Arc<Machines>,
+    record: &VmRecord,
+    known: impl Fn(&Machines, &VmRecord) -> Result<VmRecord, Problem> + Send + 'static,
+    failed: String,
+) {
+    begin_once_known(machines, record, known, (What::GiveBackHere, Some(failed)));
+}
+
 fn begin(machines: &Arc<Machines>, record: &VmRecord, what: What, why: Option<String>) {
+    begin_once_known(machines, record, |_, record| Ok(record.clone()), (what, why));
+}
+
+fn begin_once_known(
+    machines: &Arc<Machines>,
+    record: &VmRecord,
+    known: impl Fn(&Machines, &VmRecord) -> Result<VmRecord, Problem> + Send + 'static,
+    (what, why): (What, Option<String>),
+) {
     let tried = Mutex::new(Tried { why, at_once: false });
     let resuming = Arc::new(Resuming { what, since: Instant::now(), tried, hurried: Condvar::new() });
     machines.hold(&record.name, Hold::shared(&resuming));
     let (machines, record) = (Arc::clone(machines), record.clone());
     let name = format!("run-{}", record.name);
-    let spawned = std::thread::Builder::new().name(name).spawn(move || try_on(&machines, &record, &resuming));
+    let spawned = std::thread::Builder::new().name(name).spawn(move || try_on(&machines, record, &known, &resuming));
     if let Err(error) = spawned {
         tracing::error!(%error, "cannot start the thread that lets a guest run: the next daemon does");
     }
 }
 
-fn try_on(machines: &Machines, record: &VmRecord, resuming: &Resuming) {
+fn try_on(
+    machines: &Machines,
+    mut record: VmRecord,
+    known: &dyn Fn(&Machines, &VmRecord) -> Result<VmRecord, Problem>,
+    resuming: &Resuming,
+) {
     let mut pauses = Pauses::default();
     let mut wait = resuming.lock().why.is_some();
-    while is_resuming(machines, record) {
+    while is_resuming(machines, &record) {
         if wait {
             let hurried = resuming.pause(pauses.next());
             pauses.over(hurried, resuming.since.elapsed());
@@ -154,15 +178,19 @@ fn try_on(machines: &Machines, record: &VmRecord, resuming: &Resuming) {
             continue;
         }
         if record.process.open().is_none() {
-            return belongs_here(machines, record);
+            return belongs_here(machines, &record);
         }
-        match resuming.attempt(machines, record) {
+        let attempt = known(machines, &record).and_then(|now| {
+            record = now;
+            resuming.attempt(machines, &record)
+        });
+        match attempt {
             Ok(()) => {
                 tracing::info!(
                     vm = %record.name, after_s = resuming.since.elapsed().as_secs(),
                     "it runs here again"
                 );
-                return belongs_here(machines, record);
+                return belongs_here(machines, &record);
             }
             Err(problem) => {
                 let why = problem.with_causes();

@@ -60,7 +60,7 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
     in_small_pages(&record.blocks)?;
     record.check_settled()?;
     let about = Control::connect(&record.qmp)?.inspect()?;
-    check_writers(name, &about)?;
+    check_writers(name, "be split", &about)?;
     if about.may_nest {
         let message = format!(
             "'{name}' cannot be split: it may run guests of its own, and for these KVM keeps some of its memory mapped \

@@ -28,8 +28,9 @@ fn a_guest_whose_balloon_is_moving_is_forked_and_each_goes_on_with_its_own() {
             });
         };
         let mut met = 0;
-        // From shared memory, and from private.
-        for (clone, mib) in [("one", less), ("two", whole), ("three", less)] {
+        // From shared memory, and from private; until one was forked while its balloon moved.
+        for number in 0..12 {
+            let (clone, mib) = (&*format!("c{number}"), if number % 2 == 0 { less } else { whole });
             set(site, &["--target", &format!("{mib}M")]);
             forked(&fork(site, "origin", &[clone]));
             met += u64::from(balloon(site, clone).abs_diff(whole - mib) > 1);
@@ -37,8 +38,15 @@ fn a_guest_whose_balloon_is_moving_is_forked_and_each_goes_on_with_its_own() {
             is_at("origin", mib);
             is_at(clone, mib);
             are_well(site, &["origin", clone]);
+            if number >= 2 && met > 0 {
+                break;
+            }
+            if number >= 2 {
+                super::faults::stop(site, clone);
+            }
         }
-        println!("{met} of 3 clones began with a balloon that was moving");
-        assert_eq!(["one", "two"].map(|name| balloon(site, name)), [whole - less, 0], "theirs are their own");
+        println!("{met} clones began with a balloon that was moving");
+        assert!(met > 0, "no guest was forked while its balloon moved");
+        assert_eq!(["c0", "c1"].map(|name| balloon(site, name)), [whole - less, 0], "theirs are their own");
     });
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
-use sterna_api::Forked;
+use sterna_api::{Forked, VmState};
 use sterna_bench::baseline::qmp::Qmp;
 use sterna_bench::command::wait_for;
 use sterna_system_tests::cli::Answer;
@@ -85,6 +85,39 @@ fn a_clone_s_qemu_that_dies_leaves_no_overlay_and_the_others_write_on() {
         moved(site, "last", "a", "b");
         assert_eq!(used(site, "b", "last"), before);
         read_what_they_wrote(site, &["last"]);
+    });
+}
+
+/// The source's QEMU answers nothing from its pause on, for longer than anybody waits: its guest runs on once it does.
+#[test]
+fn a_source_whose_qemu_hangs_in_its_pause_runs_on_once_it_answers() {
+    with_disks(false, &[], |site, images| {
+        for number in 0.. {
+            assert!(number < 20, "it has never hung in the pause");
+            let origin = machines(site).into_iter().find(|vm| vm.name == "origin").expect("the source").pid;
+            let origin = Pid::from_raw(origin.cast_signed());
+            let clone = format!("x{number}");
+            let words = ["fork", "origin", &clone, "--overlay-disks", "--json", "-"];
+            let attempt = Attempt::run(site.host("a"), &words);
+            wait_until_forking(site);
+            kill(origin, Signal::SIGSTOP).expect("its QEMU");
+            let answer = attempt.end();
+            println!("{number}: {}, {}", answer.code, answer.stderr.lines().next().unwrap_or_default());
+            let is_asked = answer.stderr.contains("is asked again until");
+            kill(origin, Signal::SIGCONT).expect("its QEMU");
+            site.eventually("the source is as any other machine", || {
+                let shown = machines(site).into_iter().find(|vm| vm.name == "origin");
+                shown.is_some_and(|vm| vm.state == VmState::Running)
+                    && on_record(site, "origin").is_some_and(|record| record["forking"].is_null())
+            });
+            all_is_well(site, images);
+            names(site).iter().filter(|name| *name != "origin").for_each(|name| end(site, name));
+            if is_asked {
+                break;
+            }
+        }
+        forked(&fork(site, "origin", &["after", "--overlay-disks"]));
+        all_is_well(site, images);
     });
 }
 
