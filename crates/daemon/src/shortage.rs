@@ -5,8 +5,8 @@
 //! the floor the daemon says who writes; below the floor it stops those. They go on, one after the other, once there is
 //! twice the floor again. A guest that takes memory in another way is not stopped: its host gave it that memory.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use sterna_api::units::show_size;
@@ -65,11 +65,14 @@ struct Rule {
     /// What each shared, and had for itself, at the look before.
     before: HashMap<String, (u64, Option<u64>)>,
     warned: bool,
+    /// Those that had their turn to go on. One that cannot now, because it is being moved or its QEMU does not answer,
+    /// has its next turn after all others.
+    had_turn: HashSet<String>,
 }
 
 impl Rule {
     fn new(floor: u64) -> Self {
-        Self { floor, before: HashMap::new(), warned: false }
+        Self { floor, before: HashMap::new(), warned: false, had_turn: HashSet::new() }
     }
 
     /// Whether guests have to be looked at, where this much is left.
@@ -89,7 +92,7 @@ impl Rule {
         let mut steps = Vec::new();
         if room >= self.floor.saturating_mul(ENOUGH) {
             self.warned = false;
-            steps.extend(guests.iter().find(|guest| guest.stopped).map(|guest| Step::LetRun(guest.name.clone())));
+            steps.extend(self.turn(guests).map(Step::LetRun));
         } else if !self.warned && !writers.is_empty() {
             self.warned = true;
             steps.push(Step::Warn(writers.iter().map(|guest| guest.name.clone()).collect()));
@@ -100,13 +103,24 @@ impl Rule {
         self.before = guests.iter().map(|guest| (guest.name.clone(), (guest.shared, guest.own))).collect();
         steps
     }
+
+    /// The guest whose turn it is to go on.
+    fn turn(&mut self, guests: &[Guest]) -> Option<String> {
+        let stopped = || guests.iter().filter(|guest| guest.stopped).map(|guest| &guest.name);
+        if stopped().all(|name| self.had_turn.contains(name)) {
+            self.had_turn.clear();
+        }
+        let next = stopped().find(|name| !self.had_turn.contains(*name))?;
+        self.had_turn.insert(next.clone());
+        Some(next.clone())
+    }
 }
 
 /// Begins to look, on a thread of its own, for as long as this daemon runs. `keeper` says how much memory there is.
-/// `floor`: the memory below which guests are stopped, bytes; with 0 none ever is.
+/// `floor`: the memory below which guests are stopped, bytes. With 0 none ever is; those that were before go on.
 pub fn begin(machines: Arc<Machines>, keeper: Arc<Keeper>, floor: u64) {
     let look = move || {
-        let mut rule = Rule::new(floor);
+        let (mut rule, acts) = (Rule::new(floor), Acts::new(Arc::clone(&machines)));
         loop {
             let any = machines
                 .table()
@@ -118,14 +132,11 @@ pub fn begin(machines: Arc<Machines>, keeper: Arc<Keeper>, floor: u64) {
             std::thread::sleep(pause_after(least, PART, || {
                 let guests = guests(&machines, rule.looks(room));
                 for step in rule.step(room, &guests) {
-                    act(&machines, &step, room);
+                    acts.begin(step, room);
                 }
             }));
         }
     };
-    if floor == 0 {
-        return;
-    }
     if let Err(error) = std::thread::Builder::new().name("room".into()).spawn(look) {
         tracing::error!(%error, "cannot start the thread that watches this host's memory");
     }
@@ -145,25 +156,72 @@ fn guests(machines: &Machines, all: bool) -> Vec<Guest> {
         .collect()
 }
 
-fn act(machines: &Machines, step: &Step, room: u64) {
-    let room = show_size(room);
-    match step {
-        Step::Warn(names) => tracing::warn!(
-            room,
-            writers = names.join(", "),
-            "this host has little memory left, and guests write pages that they shared: move one away, or stop one"
-        ),
-        Step::Stop(name) => match set(machines, name, true) {
-            Ok(true) => tracing::error!(vm = %name, room, "STOPPED: this host has no memory left for what it writes"),
-            Ok(false) => {}
-            // It is being moved or stopped: that takes its turn. People know of it by the warning.
-            Err(problem) => tracing::debug!(vm = %name, "cannot be stopped for want of memory: {}", problem.message),
-        },
-        Step::LetRun(name) => match set(machines, name, false) {
-            Ok(_) => tracing::info!(vm = %name, room, "it goes on: there is memory again"),
-            Err(problem) => tracing::debug!(vm = %name, "does not go on yet: {}", problem.message),
-        },
+/// What is being done with guests. Each is stopped, and goes on, on a thread of its own: one whose QEMU does not answer
+/// holds up neither the looks nor another guest.
+struct Acts {
+    machines: Arc<Machines>,
+    /// Those with which a thread is busy: nothing else is begun with them.
+    under_way: Mutex<HashSet<String>>,
+    /// Those of which it was told that they cannot be stopped.
+    told: Mutex<HashSet<String>>,
+}
+
+impl Acts {
+    fn new(machines: Arc<Machines>) -> Arc<Self> {
+        Arc::new(Self { machines, under_way: Mutex::default(), told: Mutex::default() })
     }
+
+    /// Begins what is to be done, where `room` is left, bytes.
+    fn begin(self: &Arc<Self>, step: Step, room: u64) {
+        let (name, stopped) = match step {
+            Step::Warn(names) => {
+                lock(&self.told).clear();
+                return tracing::warn!(
+                    room = show_size(room),
+                    writers = names.join(", "),
+                    "this host has little memory left, and guests write pages that they shared: move one away, or stop \
+                     one"
+                );
+            }
+            Step::Stop(name) => (name, true),
+            Step::LetRun(name) => (name, false),
+        };
+        if !lock(&self.under_way).insert(name.clone()) {
+            return;
+        }
+        let (acts, whose) = (Arc::clone(self), name.clone());
+        let act = move || acts.act(&whose, stopped, room);
+        if std::thread::Builder::new().name("room-vm".into()).spawn(act).is_err() {
+            // A host that is short has no thread to spare: then this one does it.
+            self.act(&name, stopped, room);
+        }
+    }
+
+    fn act(&self, name: &str, stopped: bool, room: u64) {
+        let (done, room) = (set(&self.machines, name, stopped), show_size(room));
+        match (stopped, done) {
+            (true, Ok(true)) => {
+                tracing::error!(vm = %name, room, "STOPPED: this host has no memory left for what it writes");
+            }
+            (true, Ok(false)) => {}
+            // It is tried again at every look: once is enough.
+            (true, Err(problem)) if lock(&self.told).insert(name.into()) => tracing::warn!(
+                vm = %name,
+                room,
+                "it writes what it shared, and cannot be stopped for want of memory: {}. Stop another machine, or move \
+                 one away",
+                problem.message
+            ),
+            (true, Err(_)) => {}
+            (false, Ok(_)) => tracing::info!(vm = %name, room, "it goes on: there is memory again"),
+            (false, Err(problem)) => tracing::debug!(vm = %name, "does not go on yet: {}", problem.message),
+        }
+        lock(&self.under_way).remove(name);
+    }
+}
+
+fn lock(names: &Mutex<HashSet<String>>) -> MutexGuard<'_, HashSet<String>> {
+    names.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Stops a guest, or lets it go on. Returns whether it ran or stood still before because of that.
@@ -206,59 +264,5 @@ impl Activity for Stopping {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const FLOOR: u64 = 100;
-
-    fn guest(name: &str, shared: u64, stopped: bool) -> Guest {
-        Guest { name: name.into(), shared, own: None, stopped }
-    }
-
-    fn stop(name: &str) -> Step {
-        Step::Stop(name.into())
-    }
-
-    #[test]
-    fn whoever_writes_what_it_shared_is_named_and_then_stopped_and_nobody_else() {
-        let mut rule = Rule::new(FLOOR);
-        let quiet = guest("quiet", 50, false);
-        assert_eq!(rule.step(350, &[guest("w", 90, false), quiet.clone()]), []);
-        assert_eq!(rule.step(250, &[guest("w", 80, false), quiet.clone()]), [], "there is enough");
-        assert_eq!(rule.step(150, &[guest("w", 70, false), quiet.clone()]), [Step::Warn(vec!["w".into()])]);
-        assert_eq!(rule.step(120, &[guest("w", 60, false), quiet.clone()]), [], "once is enough");
-        assert_eq!(rule.step(90, &[guest("w", 50, false), quiet.clone()]), [stop("w")]);
-        assert_eq!(rule.step(90, &[guest("w", 50, true), quiet]), []);
-    }
-
-    #[test]
-    fn whoever_gives_back_what_it_shared_is_not_taken_for_one_that_writes_it() {
-        let mut rule = Rule::new(FLOOR);
-        let guest = |shared, own| Guest { own: Some(own), ..guest("g", shared, false) };
-        assert_eq!(rule.step(90, &[guest(50, 10)]), []);
-        assert_eq!(rule.step(90, &[guest(40, 10)]), [], "its balloon grows");
-        assert_eq!(rule.step(90, &[guest(35, 15)]), [Step::Warn(vec!["g".into()]), stop("g")]);
-    }
-
-    #[test]
-    fn a_guest_of_which_nothing_is_known_yet_is_not_stopped() {
-        let mut rule = Rule::new(FLOOR);
-        assert_eq!(rule.step(10, &[guest("new", 50, false)]), []);
-        assert_eq!(rule.step(10, &[guest("new", 49, false)]), [Step::Warn(vec!["new".into()]), stop("new")]);
-    }
-
-    #[test]
-    fn those_that_were_stopped_go_on_one_after_the_other_once_there_is_enough() {
-        let mut rule = Rule::new(FLOOR);
-        let both = [guest("a", 50, true), guest("b", 50, true)];
-        assert_eq!(rule.step(150, &both), [], "more than the floor is not enough");
-        assert_eq!(rule.step(200, &both), [Step::LetRun("a".into())]);
-        assert_eq!(rule.step(90, &[guest("a", 40, false), guest("b", 50, true)])[1..], [stop("a")]);
-    }
-
-    #[test]
-    fn guests_are_looked_at_before_there_is_little_left() {
-        let rule = Rule::new(FLOOR);
-        assert!(rule.looks(399) && !rule.looks(400));
-    }
-}
+#[path = "shortage_tests.rs"]
+mod tests;
