@@ -20,6 +20,7 @@ use crate::machines::control::Control;
 use crate::machines::hold::{Activity, Hold, Shown};
 use crate::machines::record::VmRecord;
 use crate::machines::table::Machines;
+use crate::migration::leaving::Leaving;
 use crate::pace::pause_after;
 
 /// How often the host's memory is looked at, while there is enough of it and else.
@@ -226,14 +227,26 @@ fn lock(names: &Mutex<HashSet<String>>) -> MutexGuard<'_, HashSet<String>> {
 
 /// Stops a guest, or lets it go on. Returns whether it ran or stood still before because of that.
 fn set(machines: &Machines, name: &str, stopped: bool) -> Result<bool, Problem> {
-    let mut claimed = Claimed::new(machines, name, Hold::busy(Stopping))?;
-    let mut control = Control::connect(&claimed.record.qmp)?;
+    let entry = machines.entry(name)?;
+    let leaving: Option<&Leaving> = entry.hold.activity();
+    // One that waits for its turn to leave is claimed, perhaps for hours, and nothing is done with it. Its turn does
+    // not come before this has ended, and begins with what this has written.
+    if let (Some(_rests), Some(record)) = (leaving.and_then(Leaving::at_rest), &entry.record) {
+        return change(machines, &machines.now(record), stopped);
+    }
+    let claimed = Claimed::new(machines, name, Hold::busy(Stopping))?;
+    change(machines, &claimed.record, stopped)
+}
+
+/// The same of a machine with which nobody else does anything.
+fn change(machines: &Machines, record: &VmRecord, stopped: bool) -> Result<bool, Problem> {
+    let mut control = Control::connect(&record.qmp)?;
     let status = control.status()?;
     let expected = if stopped { "running" } else { "paused" };
     if stopped && status != expected {
         return Ok(false);
     }
-    let changed = VmRecord { waits_for_room: stopped, ..claimed.record.clone() };
+    let changed = VmRecord { waits_for_room: stopped, ..record.clone() };
     // Written first where it stops, and last where it goes on: a daemon started anew lets it go on in any case.
     if stopped {
         machines.try_store(&changed);
@@ -245,7 +258,6 @@ fn set(machines: &Machines, name: &str, stopped: bool) -> Result<bool, Problem> 
         machines.try_store(&changed);
         guest_agent::set_clock_later(&changed);
     }
-    claimed.record = changed;
     Ok(status == expected)
 }
 

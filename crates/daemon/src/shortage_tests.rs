@@ -2,9 +2,12 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::mpsc;
 use std::time::Instant;
 
 use serde_json::{Value, json};
+use sterna_api::Code;
+use sterna_engine::monitor::Monitor;
 use sterna_engine::store::Store;
 
 use super::*;
@@ -177,4 +180,39 @@ fn a_guest_that_was_stopped_goes_on_where_none_is_stopped_any_more() {
     answer(host.with("m", true), "paused", |_| ());
     begin(Arc::clone(&host.machines), host.keeper(), 0);
     eventually("it goes on", || !host.is_stopped("m"));
+}
+
+/// Failed while a machine that waits for its turn to leave counted as one that is being moved: it wrote what it shared,
+/// perhaps for hours, and could not be stopped.
+#[test]
+fn a_guest_that_waits_for_its_turn_to_leave_is_stopped_and_goes_on_and_its_turn_comes_afterwards() {
+    let Some(host) = Host::new() else { return };
+    let ((told, hears), (lets, may)) = (mpsc::channel(), mpsc::channel::<()>());
+    answer(host.with("m", false), "running", move |command| {
+        if command == "cont" {
+            told.send(()).expect("it is heard");
+            may.recv().expect("it may");
+        }
+    });
+    let leaving = Arc::new(Leaving::new(Arc::new(Monitor::new("m")), "b:1"));
+    host.machines.hold("m", Hold::shared(&leaving));
+    let busy = |stopped| set(&host.machines, "m", stopped).expect_err("it is being moved").code == Code::VmBusy;
+    assert!(busy(true));
+    leaving.set_waits(true);
+    assert!(set(&host.machines, "m", true).expect("it waits for its turn") && host.is_stopped("m"));
+    std::thread::scope(|scope| {
+        let goes_on = scope.spawn(|| set(&host.machines, "m", false));
+        hears.recv().expect("QEMU is told");
+        let turn = scope.spawn(|| {
+            leaving.set_waits(false);
+            host.is_stopped("m")
+        });
+        // Time for a turn that does not wait.
+        std::thread::sleep(Duration::from_millis(50));
+        lets.send(()).expect("QEMU answers");
+        assert!(!turn.join().expect("it comes"), "it came before that was on record");
+        assert!(goes_on.join().expect("it ends").expect("it waits for its turn"));
+    });
+    assert!(busy(true) && busy(false));
+    assert!(host.machines.entry("m").expect("it is there").hold.is::<Leaving>());
 }

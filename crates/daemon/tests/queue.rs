@@ -2,8 +2,11 @@
 
 mod support;
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
 use serde_json::{Value, json};
-use support::{Host, cannot_run, eventually};
+use support::{BARE, Host, cannot_run, eventually, run_request};
 
 /// Slow enough to be caught under way: a bare machine has some 700 KiB that are not zero.
 fn slow() -> Value {
@@ -65,6 +68,49 @@ fn those_who_wait_know_their_place_and_are_counted() {
     all_completed(&reports);
     assert!(reports[0]["queued_ms"].as_f64() > Some(0.0), "{}", reports[0]);
     assert_eq!(migration(&b, "m3"), Value::Null);
+}
+
+/// Failed while a machine that waits for its turn counted as one that is being moved: its guest wrote on. And once it
+/// could be stopped, it stood still where it came, because its turn began with what was known of it at the request.
+#[test]
+fn whoever_waits_is_stopped_where_memory_gets_short_and_runs_where_it_arrives() {
+    if cannot_run() {
+        return;
+    }
+    let (mut a, b) = (host_with("max_outgoing = 1", &["m1"]), Host::start());
+    let (dir, middle) = (tempfile::tempdir_in("/dev/shm").unwrap(), 48 << 20);
+    let path = dir.path().join("template");
+    let template = File::create(&path).unwrap();
+    template.set_len(64 << 20).unwrap();
+    template.write_all_at(&vec![7; 8 << 20], middle).unwrap();
+    let mut request = run_request("m2", &BARE);
+    (request["memory_mode"], request["memory_template"]) = ("private".into(), path.to_str().unwrap().into());
+    assert_eq!(a.ask("POST", "/v1/vms", Some(&request)).0, 201);
+    // From now on there is always too little memory.
+    a.kill_daemon();
+    a.configure("memory_floor = \"100T\"");
+    a.start_daemon();
+    let first = a.migrate(&["m1"], &b.address(), slow());
+    eventually("the first is on its way", || moving(&a, "m1"));
+    let second = a.migrate(&["m2"], &b.address(), json!({}));
+    eventually("the second waits", || waits_for(&a, "m2", "other migrations of this host"));
+    let pid = a.pid_of("m2");
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let line = maps.lines().find(|line| line.ends_with(path.to_str().unwrap())).expect("it is mapped");
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let number = |digits: &str| u64::from_str_radix(digits, 16).unwrap();
+    let begins = number(words[0].split('-').next().unwrap()) + middle - number(words[2]);
+    let memory = File::options().write(true).open(format!("/proc/{pid}/mem")).unwrap();
+    let mut pages = (0..2048).map(|page| begins + page * 4096);
+    eventually("it is stopped", || {
+        memory.write_all_at(&[8; 8], pages.next().expect("it has pages left")).unwrap();
+        a.get("/v1/vms/m2")["note"].as_str().is_some_and(|note| note.contains("no memory left"))
+    });
+    assert_eq!(migration(&a, "m2")["phase"], "queued");
+    cancel(&a, "m1");
+    assert_eq!(a.ended(first)[0]["status"], "cancelled");
+    all_completed(&a.ended(second));
+    assert_eq!(b.state_of("m2"), "running");
 }
 
 #[test]

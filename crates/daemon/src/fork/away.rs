@@ -259,7 +259,7 @@ impl Way<'_> {
         };
         let made = self.launcher.state.make_vm(name);
         made.map_err(|error| problems::host("cannot make the clone's directory", &error))?;
-        let leaving = Leaving { monitor: Arc::clone(job.monitor(index)), to: job.to.clone() };
+        let leaving = Leaving::new(Arc::clone(job.monitor(index)), &job.to);
         // On record first: a name that is on no record keeps its file for nobody.
         let kept = reservation.keep(&record, Hold::busy(leaving));
         kept.inspect_err(|_| {

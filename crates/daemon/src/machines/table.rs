@@ -136,6 +136,13 @@ impl Machines {
         self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))
     }
 
+    /// A machine's record as it is now; the one that is known where it is not on the list any more.
+    #[must_use]
+    pub fn now(&self, known: &VmRecord) -> VmRecord {
+        let now = self.table().get(&known.name).filter(|entry| entry.is(known)).and_then(|entry| entry.record.clone());
+        now.unwrap_or_else(|| known.clone())
+    }
+
     /// What is elsewhere of a machine; `None` where all of it is here.
     pub fn remote(&self, name: &str) -> Option<Arc<Remote>> {
         self.table().get(name)?.remote.clone()
@@ -457,6 +464,25 @@ mod tests {
             assert_eq!(machines.while_free("m", |_| ()).is_some(), may);
         }
         assert!(machines.while_free("another", |_| ()).is_none());
+        state.unmount_if_empty();
+    }
+
+    #[test]
+    fn a_record_is_looked_up_for_as_long_as_the_name_is_the_machines() {
+        let directory = tempfile::tempdir().unwrap();
+        let state = match StateDir::open(directory.path(), true) {
+            Err(error) => return println!("skipped: {error}"),
+            Ok(state) => Arc::new(state),
+        };
+        let machines = Machines::new(Arc::clone(&state), |_| {});
+        let known = VmRecord::sample();
+        assert_eq!(machines.now(&known), known);
+        let stopped = VmRecord { waits_for_room: true, ..known.clone() };
+        machines.table().insert("m".into(), Entry::new(Some(stopped.clone()), Hold::Free));
+        assert_eq!(machines.now(&known), stopped);
+        let another = VmRecord { process: Identity::nobody(), ..stopped };
+        machines.table().insert("m".into(), Entry::new(Some(another), Hold::Free));
+        assert_eq!(machines.now(&known), known, "another has its name");
         state.unmount_if_empty();
     }
 }

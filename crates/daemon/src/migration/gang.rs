@@ -36,6 +36,8 @@ pub struct Gang {
     job: Arc<Job>,
     options: MigrateOptions,
     members: Vec<VmRecord>,
+    /// How others see each.
+    leaving: Vec<Arc<Leaving>>,
     /// Whom each member shares pages with.
     sharing: Vec<Membership>,
     /// What of each is kept here, and what it can show where it goes.
@@ -66,7 +68,7 @@ impl Gang {
     fn claim(departures: &Arc<Departures>, request: &MigrateRequest) -> Result<Self, Problem> {
         let machines = &departures.machines;
         let job = departures.jobs.add(&request.to, &request.vms);
-        let mut members: Vec<VmRecord> = Vec::new();
+        let (mut members, mut leaving): (Vec<VmRecord>, _) = (Vec::new(), Vec::new());
         let give_back = |members: &[VmRecord]| {
             for record in members {
                 // While the machine was claimed, nobody took note of its end.
@@ -76,11 +78,12 @@ impl Gang {
         };
         let mut refused = Vec::new();
         for (index, name) in request.vms.iter().enumerate() {
-            let leaving = Leaving { monitor: Arc::clone(job.monitor(index)), to: request.to.clone() };
-            match machines.claim(name, Hold::busy(leaving)) {
+            let activity = Arc::new(Leaving::new(Arc::clone(job.monitor(index)), &request.to));
+            match machines.claim(name, Hold::shared(&activity)) {
                 Ok(record) => {
                     refused.extend(onward::check(&record, &request.options, &request.to).err());
                     members.push(record);
+                    leaving.push(activity);
                 }
                 Err(problem) => refused.push(problem),
             }
@@ -105,7 +108,7 @@ impl Gang {
         let returns = returns::returns(&departures.keeper, &members, &sharing, options.preserve_sharing);
         let pauses = Pauses::new(options.gang_pauses, members.len());
         let (departures, merge) = (Arc::clone(departures), request.merge);
-        Ok(Self { departures, job, options, members, sharing, returns, pauses, merge })
+        Ok(Self { departures, job, options, members, leaving, sharing, returns, pauses, merge })
     }
 
     /// Starts a thread for each member, which drives it.
@@ -137,6 +140,7 @@ impl Gang {
         Mover {
             departures: &self.departures,
             record: &self.members[index],
+            leaving: &self.leaving[index],
             peer: &self.job.to,
             options: &self.options,
             monitor: self.job.monitor(index),

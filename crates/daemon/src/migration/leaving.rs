@@ -1,6 +1,6 @@
 //! A machine that is being moved away, as other requests see it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use sterna_api::{Blame, Code, Phase, Problem, VmState};
 use sterna_engine::monitor::Monitor;
@@ -14,6 +14,33 @@ pub struct Leaving {
     pub monitor: Arc<Monitor>,
     /// The destination's address.
     pub to: String,
+    /// Whether it waits for its turn, and nothing is done with it.
+    waits: Mutex<bool>,
+}
+
+impl Leaving {
+    /// It does not wait for its turn yet.
+    #[must_use]
+    pub fn new(monitor: Arc<Monitor>, to: &str) -> Self {
+        Self { monitor, to: to.into(), waits: Mutex::new(false) }
+    }
+
+    /// Notes that it waits for its turn from now on, or does no longer. Whoever [does something](Self::at_rest) with it
+    /// meanwhile ends that first.
+    pub fn set_waits(&self, waits: bool) {
+        *self.lock() = waits;
+    }
+
+    /// For somebody who does something short with the machine while it waits for its turn, perhaps for hours: that does
+    /// not come while this is held. `None` where it does not wait.
+    #[must_use]
+    pub fn at_rest(&self) -> Option<MutexGuard<'_, bool>> {
+        Some(self.lock()).filter(|waits| **waits)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Activity for Leaving {

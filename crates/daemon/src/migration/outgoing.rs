@@ -17,9 +17,9 @@ use sterna_protocol::spec::{Ticket, VmSpec};
 use sterna_sys::host::random_u128;
 
 use super::departures::Departures;
+use super::leaving::Leaving;
 use super::onward;
 use super::queue::{self, Turn};
-
 use super::records::Stage;
 use super::returns::Returns;
 use super::sharing::Membership;
@@ -37,8 +37,10 @@ const ENDING: Duration = Duration::from_secs(2);
 pub struct Mover<'a> {
     /// This host as its source.
     pub departures: &'a Arc<Departures>,
-    /// The machine.
+    /// The machine, as it was when this was last looked at.
     pub record: &'a VmRecord,
+    /// How others see it.
+    pub leaving: &'a Leaving,
     /// The destination's address.
     pub peer: &'a str,
     /// The migration's options.
@@ -66,9 +68,10 @@ enum Attempt {
 impl Mover<'_> {
     /// Moves the machine when its turn has come, and settles where it belongs afterwards. Blocks until then.
     pub fn drive(&self, ticket: &queue::Ticket) -> Report {
-        let Self { record, monitor, .. } = *self;
+        let Self { departures, record, leaving, monitor, .. } = *self;
         let alive = || record.process.open().is_some();
         loop {
+            leaving.set_waits(true);
             let turn = ticket.wait(
                 || monitor.check().is_ok() && alive(),
                 |wait| {
@@ -79,6 +82,10 @@ impl Mover<'_> {
                     });
                 },
             );
+            // Where it is just being stopped for want of memory, or let go on, that ends first, and is on record then.
+            // What follows begins with the machine as it is now: by an older record a guest that was stopped would be
+            // paused by its user, where it goes and, after a migration that failed, here.
+            leaving.set_waits(false);
             let Some(turn) = turn else {
                 no_longer_waiting(monitor);
                 let (problem, status) = if alive() {
@@ -90,7 +97,8 @@ impl Mover<'_> {
                 };
                 return self.refused(problem, status);
             };
-            match self.attempt(&turn) {
+            let now = departures.machines.now(record);
+            match (Mover { record: &now, ..*self }).attempt(&turn) {
                 Attempt::Ended(report) => return *report,
                 Attempt::NotYet(why) => turn.refused(why),
             }
@@ -139,9 +147,7 @@ impl Mover<'_> {
         match outcome.fate {
             Fate::NotYet => {
                 // The machine is still claimed: it waits on, as it did before the attempt.
-                if let Err(error) = machines.store(record) {
-                    tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
-                }
+                machines.try_store(record);
                 return Attempt::NotYet(outcome.report.error.map(|problem| problem.message).unwrap_or_default());
             }
             Fate::Here => {

@@ -22,7 +22,7 @@ use crate::problems::host;
 /// removed.
 pub fn serve(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, peer: &str, options: MigrateOptions) {
     let job = departures.jobs.add(peer, std::slice::from_ref(&record.name));
-    let leaving = Leaving { monitor: Arc::clone(job.monitor(0)), to: peer.into() };
+    let leaving = Leaving::new(Arc::clone(job.monitor(0)), peer);
     departures.machines.hold(&record.name, Hold::busy(leaving));
     tracing::info!(vm = %record.name, %id, peer, "its guest runs there and needs pages of here");
     let (to_serve, leaving, kept) = (Arc::clone(departures), record.clone(), Arc::clone(&job));

@@ -163,6 +163,11 @@ impl Host {
         command
     }
 
+    /// With more lines in its configuration file, from its daemon's next start on.
+    pub fn configure(&mut self, config: &str) {
+        self.config += &format!("{config}\n");
+    }
+
     fn log_file(&self) -> std::fs::File {
         std::fs::File::options().create(true).append(true).open(self.path("sternad.log")).expect("a log")
     }
