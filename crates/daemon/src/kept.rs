@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use sterna_api::problem::Whereabouts;
+use sterna_api::units::show_size;
 use sterna_api::vm::HostKept;
+use sterna_api::{Blame, Code, Problem};
 use sterna_engine::destination::pool::Pool;
 use sterna_engine::memory::Memory;
 use sterna_engine::memory::kept::Kept;
@@ -131,6 +134,23 @@ impl Keeper {
     #[must_use]
     pub fn room_beside_bytes(&self) -> u64 {
         self.left()
+    }
+
+    /// Checks that a machine may be started: that this host is not so short of memory that guests are stopped.
+    ///
+    /// # Errors
+    /// A [`Problem`]: it is.
+    pub fn check_not_short(&self) -> Result<(), Problem> {
+        let room = self.room_bytes();
+        if room >= self.floor {
+            return Ok(());
+        }
+        let (room, floor) = (show_size(room), show_size(self.floor));
+        let message =
+            format!("this host is short of memory: it has {room} left, and guests may be stopped below {floor}");
+        Err(Problem::new(Code::OutOfMemory, Blame::Host, message)
+            .guest(Whereabouts::Gone)
+            .hint("move a machine away or stop one, or run it on another host ('memory_floor')"))
     }
 
     /// Whether anything is kept of machines that were given these tickets.

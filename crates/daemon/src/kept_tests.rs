@@ -132,3 +132,13 @@ fn files_that_are_kept_are_those_of_the_machine_that_left() {
     files[0].read_exact_at(&mut byte, MIB - 1).expect("it is there");
     assert_eq!((files.len(), byte), (1, [7]));
 }
+
+/// Failed while a machine could be started on a host that had begun to stop others.
+#[test]
+fn no_machine_is_started_where_less_than_the_floor_is_left() {
+    let host = host(Duration::ZERO, 64 * MIB, 64 * MIB);
+    assert_eq!(host.keeper.check_not_short(), Ok(()));
+    ROOM.store(64 * MIB - 1, Ordering::SeqCst);
+    let problem = host.keeper.check_not_short().expect_err("it is short");
+    assert_eq!((problem.code, problem.blame), (Code::OutOfMemory, Blame::Host));
+}

@@ -9,6 +9,7 @@ use sterna_protocol::layout::PAGE_BYTES;
 use sterna_sys::huge::transparent_bytes;
 
 use crate::care::Care;
+use crate::kept::Keeper;
 use crate::machines::backing::Block;
 use crate::machines::claim::Reservation;
 use crate::machines::hold::Hold;
@@ -26,12 +27,20 @@ use crate::room;
 /// The least and the most RAM of a machine, bytes.
 const MEMORY_LIMITS: std::ops::RangeInclusive<u64> = 1 << 20..=16 << 40;
 
-/// Starts a machine, with the QEMU of the configuration (`qemu`) where the request names none.
+/// Starts a machine, with the QEMU of the configuration (`qemu`) where the request names none. `keeper` says whether
+/// there is memory.
 ///
 /// # Errors
 /// A [`Problem`]; nothing is left behind but a log of what QEMU said.
-pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunRequest) -> Result<(), Problem> {
+pub fn run(
+    care: &Care,
+    launcher: &Launcher,
+    keeper: &Keeper,
+    qemu: Option<&Path>,
+    request: &RunRequest,
+) -> Result<(), Problem> {
     check_request(request)?;
+    keeper.check_not_short()?;
     let mut user = request.arguments.clone();
     if request.balloon {
         arguments::add_balloon(&mut user)?;

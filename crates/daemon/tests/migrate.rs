@@ -152,6 +152,7 @@ fn no_machine_comes_where_less_than_the_floor_would_be_left() {
         (Some("failed"), Some("out-of-memory"))
     );
     assert_eq!((a.state_of("m").as_str(), b.names().len()), ("running", 0));
+    assert_eq!(b.refused("POST", "/v1/vms", &run_request("n", &BARE)), "out-of-memory", "none is started either");
 }
 
 #[test]

@@ -39,7 +39,8 @@ pub async fn run(
     Body(request): Body<RunRequest>,
 ) -> Result<(StatusCode, Json<Vm>), Failure> {
     let vm = blocking(move || {
-        run::run(&daemon.care, &daemon.launcher, daemon.config.qemu.as_deref(), &request)?;
+        let qemu = daemon.config.qemu.as_deref();
+        run::run(&daemon.care, &daemon.launcher, &daemon.keeper, qemu, &request)?;
         show::show(&daemon.machines, &daemon.balloons, &request.name)
     })
     .await?;
