@@ -106,19 +106,33 @@ fn a_gang_that_cannot_go_as_one_is_refused_before_anything_begins_and_each_reaso
     private("two", "red", &["-blockdev", &fat]);
     private("three", "blue", &[]);
     a.run("four");
-    let refused = |names: &[&str]| {
-        let request = json!({ "vms": names, "to": b.address(), "options": { "preserve_sharing": "on" } });
+    let asked = |names: &[&str], options: Value| {
+        let request = json!({ "vms": names, "to": b.address(), "options": options });
         let (status, answer) = a.ask("POST", "/v1/migrations", Some(&request));
         assert!(status >= 400, "{answer}");
         assert!(["one", "two", "three", "four"].iter().all(|name| a.state_of(name) == "running"));
         answer["message"].as_str().unwrap_or_default().to_owned()
     };
+    let refused = |names: &[&str]| asked(names, json!({ "preserve_sharing": "on" }));
     let why = refused(&["one", "two", "three", "four"]);
     for reason in ["2 trust groups: blue, red", "'four' has its memory in a file", "'two' cannot be moved"] {
         assert!(why.contains(reason), "{why}");
     }
     let why = refused(&["one", "nobody", "nothing"]);
     assert!(why.contains("'nobody'") && why.contains("'nothing'"), "{why}");
+    let why = refused(&["nobody", "two", "three"]);
+    for reason in ["'nobody'", "2 trust groups: blue, red", "'two' cannot be moved"] {
+        assert!(why.contains(reason), "{why}");
+    }
+    // Where each shares with whom it can, one that cannot be moved keeps all of them here, too.
+    for options in [json!({}), json!({ "preserve_sharing": "off" })] {
+        let why = asked(&["one", "two", "three", "four"], options);
+        assert!(why.contains("'two' cannot be moved") && !why.contains("trust groups"), "{why}");
+    }
+    let reports = a.ended(a.migrate(&["three", "four"], &b.address(), json!({})));
+    let shares = |report: &Value| (report["status"].clone(), report["options"]["preserve_sharing"].clone());
+    assert_eq!(shares(&reports[0]), (json!("completed"), json!("on")), "{reports:?}");
+    assert_eq!(shares(&reports[1]), (json!("completed"), json!("off")), "{reports:?}");
     let reports = a.ended(a.migrate(&["one"], &b.address(), json!({ "preserve_sharing": "on" })));
     assert_eq!(reports[0]["status"], "completed", "{}", reports[0]);
 }

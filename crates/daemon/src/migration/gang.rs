@@ -34,7 +34,8 @@ pub struct Gang {
     departures: Arc<Departures>,
     /// The job that shows their migration, member by member in the same order.
     job: Arc<Job>,
-    options: MigrateOptions,
+    /// The options of each member.
+    options: Vec<MigrateOptions>,
     members: Vec<VmRecord>,
     /// How others see each.
     leaving: Vec<Arc<Leaving>>,
@@ -52,7 +53,7 @@ pub struct Gang {
 ///
 /// # Errors
 /// A [`Problem`]: a machine is unknown or busy, or the options or the address are invalid; or machines that are to
-/// share cannot, or one of them cannot be moved. What is wrong with each of them is named.
+/// share cannot, or one of several cannot be moved. What is wrong with each of them is named.
 pub fn migrate(departures: &Arc<Departures>, request: &MigrateRequest) -> Result<Arc<Job>, Problem> {
     let named =
         request.family.as_deref().map(|family| with_members(&departures.machines, request, family)).transpose()?;
@@ -88,25 +89,24 @@ impl Gang {
                 Err(problem) => refused.push(problem),
             }
         }
-        let options = request.options.clone();
-        let mut sharing = Vec::new();
-        if refused.is_empty() {
-            match sharing::gangs(&members, options.preserve_sharing) {
-                Ok(gangs) => sharing = gangs,
-                Err(problem) => refused.push(problem),
-            }
-            // They go as one gang, or none goes.
-            if options.preserve_sharing == Some(PreserveSharing::On) {
-                let checked = several::map(members.iter().collect(), reach::check);
-                refused.extend(checked.into_iter().filter_map(Result::err));
-            }
+        let asked = request.options.preserve_sharing;
+        // Also where one of them is busy or unknown: whoever asks hears at once of all that is in the way.
+        let sharing = sharing::gangs(&members, asked).unwrap_or_else(|problem| {
+            refused.push(problem);
+            Vec::new()
+        });
+        // One that cannot be moved is known before others have left. (One alone says so in its report.)
+        if request.vms.len() > 1 || asked == Some(PreserveSharing::On) {
+            let checked = several::map(members.iter().collect(), reach::check);
+            refused.extend(checked.into_iter().filter_map(Result::err));
         }
         if let Some(problem) = all_of(refused) {
             give_back(&members);
             return Err(problem);
         }
-        let returns = returns::returns(&departures.keeper, &members, &sharing, options.preserve_sharing);
-        let pauses = Pauses::new(options.gang_pauses, members.len());
+        let returns = returns::returns(&departures.keeper, &members, &sharing, asked);
+        let options = sharing.iter().map(|membership| sharing::resolved(&request.options, membership)).collect();
+        let pauses = Pauses::new(request.options.gang_pauses, members.len());
         let (departures, merge) = (Arc::clone(departures), request.merge);
         Ok(Self { departures, job, options, members, leaving, sharing, returns, pauses, merge })
     }
@@ -142,7 +142,7 @@ impl Gang {
             record: &self.members[index],
             leaving: &self.leaving[index],
             peer: &self.job.to,
-            options: &self.options,
+            options: &self.options[index],
             monitor: self.job.monitor(index),
             gang: &self.sharing[index],
             returns: &self.returns[index],

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use sterna_api::options::PreserveSharing;
-use sterna_api::{Blame, Code, MemoryMode, Problem};
+use sterna_api::{Blame, Code, MemoryMode, MigrateOptions, Problem};
 use sterna_engine::memory::common::{self, Together};
 use sterna_engine::source::Gang;
 
@@ -42,6 +42,13 @@ pub fn gangs(members: &[VmRecord], asked: Option<PreserveSharing>) -> Result<Vec
         Some((Arc::clone(gangs.get(group)?), *index - 1))
     });
     Ok(memberships.collect())
+}
+
+/// The options of a machine with this membership: they say whether it shares pages.
+#[must_use]
+pub fn resolved(options: &MigrateOptions, membership: &Membership) -> MigrateOptions {
+    let sharing = if membership.is_some() { PreserveSharing::On } else { PreserveSharing::Off };
+    MigrateOptions { preserve_sharing: Some(sharing), ..options.clone() }
 }
 
 /// What the members of a gang have together.
@@ -104,6 +111,11 @@ mod tests {
         assert_eq!(numbers, [Some(0), Some(0), None, Some(1), None]);
         let gang = |at: usize| &gangs[at].as_ref().expect("a member").0;
         assert!(Arc::ptr_eq(gang(0), gang(3)) && !Arc::ptr_eq(gang(0), gang(1)));
+        let shares = |member| resolved(&MigrateOptions::default(), member).preserve_sharing;
+        assert_eq!(gangs.iter().map(shares).collect::<Vec<_>>(), {
+            let (on, off) = (Some(PreserveSharing::On), Some(PreserveSharing::Off));
+            [on, on, off, on, off]
+        });
         let alone = super::gangs(&members(), Some(PreserveSharing::Off)).expect("nobody shares");
         assert!(alone.iter().all(Option::is_none));
     }
