@@ -84,7 +84,8 @@ fn leave_some(at: u64, end: u64) -> u64 {
 }
 
 /// Puts anonymous memory in the place of RAM, on the daemon's request, and only `also_watched` where somebody watches.
-/// `None` where it is no RAM; the error is an `errno`, `EBUSY` where somebody watches.
+/// `None` where it is no RAM; the error is an `errno`, `EBUSY` where somebody watches. The daemon counts the mappings
+/// that its requests make, and may use more than this library takes for itself ([`mappings`]).
 pub fn make_own(address: u64, length: u64, also_watched: bool) -> Option<Result<(), c_int>> {
     remap::within_block(address, length, |block| {
         if !private::is_anonymous(block) {

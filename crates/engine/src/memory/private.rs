@@ -391,6 +391,11 @@ impl Memory for PrivateMemory {
         match self.faults.get() {
             _ if areas.is_empty() => Ok(()),
             None => {
+                let Some(_taken) = self.room.take(self.holder.pid, 2 * areas.len() as u64)? else {
+                    drop(inside);
+                    let zeros = |part: &Range<u64>| vec![0; (part.end - part.start) as usize];
+                    return areas.iter().try_for_each(|part| self.overwrite(part.start, &zeros(part)));
+                };
                 inside.map_own(&areas).map_err(io::Error::other)?;
                 let mut known = self.areas.write().unwrap_or_else(PoisonError::into_inner);
                 areas.iter().for_each(|part| known.take_out(part));

@@ -38,6 +38,14 @@ pub struct Taken<'a> {
     mappings: u64,
 }
 
+impl Taken<'_> {
+    /// How many they are.
+    #[must_use]
+    pub fn mappings(&self) -> u64 {
+        self.mappings
+    }
+}
+
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
         self.room.lock().on_their_way -= self.mappings;
@@ -50,14 +58,36 @@ impl Room {
     /// # Errors
     /// The kernel does not say how many there are, or may be.
     pub fn take(&self, pid: u32, mappings: u64) -> io::Result<Option<Taken<'_>>> {
+        let state = self.for_these(pid, mappings)?;
+        Ok((state.left >= mappings).then(|| self.taken(state, mappings)))
+    }
+
+    /// As [`take`](Self::take), but no more than there is room for.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    pub fn take_at_most(&self, pid: u32, mappings: u64) -> io::Result<Taken<'_>> {
+        let state = self.for_these(pid, mappings)?;
+        let mappings = mappings.min(state.left);
+        Ok(self.taken(state, mappings))
+    }
+
+    /// The state, counted again where this is more than is left.
+    fn for_these(&self, pid: u32, mappings: u64) -> io::Result<MutexGuard<'_, State>> {
         let mut state = self.lock();
         if !state.counted || state.left < mappings && state.taken >= BETWEEN_COUNTS {
             let used = count(pid)? + KEPT_FOR_VMM + state.on_their_way;
             *state = State { left: most()?.saturating_sub(used), taken: 0, counted: true, ..*state };
         }
-        let Some(left) = state.left.checked_sub(mappings) else { return Ok(None) };
-        *state = State { left, taken: state.taken + mappings, on_their_way: state.on_their_way + mappings, ..*state };
-        Ok(Some(Taken { room: self, mappings }))
+        Ok(state)
+    }
+
+    /// Takes mappings, of which so many are left.
+    fn taken(&self, mut state: MutexGuard<'_, State>, mappings: u64) -> Taken<'_> {
+        state.left -= mappings;
+        state.taken += mappings;
+        state.on_their_way += mappings;
+        Taken { room: self, mappings }
     }
 
     /// Only so many are left.
@@ -124,5 +154,13 @@ mod tests {
         assert!(room.take(pid, 5000).expect("counted").is_none(), "it was counted a moment ago");
         room.lock().taken = BETWEEN_COUNTS;
         assert!(room.take(pid, 5000).expect("counted").is_some());
+    }
+
+    #[test]
+    fn whoever_takes_what_there_is_gets_no_more_and_may_get_nothing() {
+        let (room, pid) = (Room::default(), std::process::id());
+        room.set(10);
+        let most = |mappings| room.take_at_most(pid, mappings).expect("counted").mappings();
+        assert_eq!([most(4), most(7), most(1)], [4, 6, 0]);
     }
 }

@@ -18,7 +18,8 @@
 //! the one that the old daemon left.
 //!
 //! A process may have a bounded number of mappings (`vm.max_map_count`), of which every run takes up to two. What does
-//! not fit any more is copied.
+//! not fit any more is copied. Where more runs are to leave areas than may be mappings of their own, those with the
+//! least between them leave together with what lies there, which is copied.
 
 use std::fs::File;
 use std::io;
@@ -35,7 +36,7 @@ use crate::agent::{AddressRange, AgentError, MapRun};
 use crate::error::MigrateError;
 use crate::memory::areas::Area;
 use crate::memory::runs::runs;
-use crate::memory::{Mappings, Memory, PoolRun};
+use crate::memory::{Mappings, Memory, PoolRun, pages_of};
 
 impl PrivateMemory {
     /// As [`Memory::shared_in`]: pages that another page table has as well, and pages
@@ -166,6 +167,10 @@ impl PrivateMemory {
     }
 
     /// As [`Memory::unshare`].
+    ///
+    /// Pages between those that leave may have to leave, too, and are put in place again. Nobody sees them meanwhile:
+    /// the guest does not run, no device was loaded, and no round puts pages there any more. Where this fails half way,
+    /// they are lost here, and the guest goes on at the source.
     pub(super) fn leave_areas(&self, pages: &PageMap) -> io::Result<()> {
         pages.iter().try_for_each(|(chunk, pages)| self.be_sure(chunk, pages))?;
         if self.areas().is_empty() {
@@ -179,11 +184,45 @@ impl PrivateMemory {
         if parts.is_empty() {
             return Ok(());
         }
+        let room = self.room.take_at_most(self.holder.pid, 2 * parts.len() as u64)?;
+        let (alone, together) = as_few(&parts, room.mappings() as usize / 2, &self.spans());
+        self.make_missing(&alone)?;
+        if !together.is_empty() {
+            tracing::warn!(
+                runs = parts.len(),
+                mappings = alone.len() + together.len(),
+                "stale pages lie in more runs than QEMU may have mappings for: what is between them is copied"
+            );
+        }
+        together.into_iter().try_for_each(|part| self.leave_together(part, pages))
+    }
+
+    /// Makes those of these `pages` missing that are among these addresses, of which all leave their areas.
+    fn leave_together(&self, addresses: Range<u64>, pages: &PageMap) -> io::Result<()> {
+        let spans = self.spans();
+        let block = spans.iter().position(|span| span.contains(&addresses.start)).ok_or(io::ErrorKind::InvalidInput)?;
+        let offsets = addresses.start - spans[block].start..addresses.end - spans[block].start;
+        for (chunk, all) in pages_of(&self.layout, block, offsets) {
+            self.be_sure(chunk, &all)?;
+            let kept = all.without(pages.chunk(chunk)).and(&self.allocated_in(chunk)?);
+            let mut bodies = vec![0; kept.len() * PAGE_BYTES];
+            self.load(chunk, &kept, &mut bodies)?;
+            self.make_missing(&self.addresses_of(chunk, &all)?)?;
+            self.put(chunk, &kept, &bodies)?;
+        }
+        Ok(())
+    }
+
+    /// Makes missing pages of all that is at these addresses.
+    fn make_missing(&self, parts: &[Range<u64>]) -> io::Result<()> {
+        if parts.is_empty() {
+            return Ok(());
+        }
         let mut inside = self.holder.inside.lock().unwrap_or_else(PoisonError::into_inner);
-        inside.map_missing(&parts).map_err(io::Error::other)?;
+        inside.map_missing(parts).map_err(io::Error::other)?;
         drop(inside);
         if let Some(faults) = self.faults.get() {
-            for part in &parts {
+            for part in parts {
                 faults.register(part.clone(), PrivateMappings.modes())?;
             }
         }
@@ -199,6 +238,28 @@ impl PrivateMemory {
         }
         Ok(runs(&self.layout, chunk, pages).map(|run| self.addresses(&run)).collect())
     }
+}
+
+/// These parts, in order, as `most` ranges where they are more: those with the least between them become one. But there
+/// is one range for each of these spans that has parts. Returns the parts that stay alone, and what others became.
+fn as_few(parts: &[Range<u64>], most: usize, spans: &[Range<u64>]) -> (Vec<Range<u64>>, Vec<Range<u64>>) {
+    let of_one_span = |pair: &[Range<u64>]| spans.iter().any(|span| pair.iter().all(|part| span.contains(&part.start)));
+    let between = parts.windows(2).enumerate().filter(|(_, pair)| of_one_span(pair));
+    let mut between: Vec<_> = between.map(|(before, pair)| (pair[1].start - pair[0].end, before + 1)).collect();
+    between.sort_unstable();
+    let mut joins = vec![false; parts.len()];
+    let too_many = parts.len().saturating_sub(most);
+    between.iter().take(too_many).for_each(|(_, part)| joins[*part] = true);
+    let mut few: Vec<(Range<u64>, bool)> = Vec::new();
+    for (part, joins) in parts.iter().zip(joins) {
+        match few.last_mut() {
+            Some((last, several)) if joins => (last.end, *several) = (part.end, true),
+            _ => few.push((part.clone(), false)),
+        }
+    }
+    let (together, alone): (Vec<_>, Vec<_>) = few.into_iter().partition(|(_, several)| *several);
+    let ranges = |few: Vec<(Range<u64>, bool)>| few.into_iter().map(|(range, _)| range).collect();
+    (ranges(alone), ranges(together))
 }
 
 /// Whether the VMM's process has said no: then what it was asked for is not going to happen later.
