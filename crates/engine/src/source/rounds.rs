@@ -307,9 +307,9 @@ impl<'a> Rounds<'a> {
     ///
     /// The kernel makes pages look written, too: KSM exchanges a page's frame for another of the same content. So a
     /// page counts as written where its content is not what the destination has. Of a page that the guest holds free
-    /// that cannot be told, because it was never read: there, one whose frame is merged is not written. For it to be
-    /// both, the VMM would have to write memory that nobody owns, and KSM to look at it twice and merge it within this
-    /// pause.
+    /// that cannot be told, because it was never read: there, one whose frame is merged is not written. Should the VMM
+    /// have written one of these all the same, it has written memory that nobody owns: the guest stands still since the
+    /// last look for free pages, so that nobody relies on what is there.
     ///
     /// # Errors
     /// As [`collect`](Self::collect); or the RAM cannot be looked at.
@@ -336,7 +336,7 @@ impl<'a> Rounds<'a> {
     ///
     /// # Errors
     /// The kernel does not tell.
-    pub fn merged(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
+    fn merged(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
         self.ram.shared_in(chunk).map_err(MigrateError::host("looking for merged pages of the guest's RAM"))
     }
 

@@ -15,6 +15,9 @@
 /// Pending pages: those that are still here and not there.
 pub mod pending;
 
+/// What pages held that left before the commit.
+pub mod leaving;
+
 /// Page requests, which faults cause.
 pub mod requests;
 

@@ -135,12 +135,15 @@ impl Drop for Urgent {
 impl Serving {
     fn serve(&mut self) -> Result<(), MigrateError> {
         while let Some(request) = self.requests.receive()? {
-            let page = [request.page.page].into_iter().collect();
-            if self.pending.ask(&request, Instant::now()) {
+            let page: PageSet = [request.page.page].into_iter().collect();
+            let asked = |pending: &Pending| {
+                if pending.ask(&request, Instant::now()) { page } else { PageSet::EMPTY }
+            };
+            if !self.take(request.page.chunk, asked)?.is_empty() {
                 self.send(request.page.chunk, &page, true)?;
                 let spare = self.work.spare.load(Ordering::Relaxed);
                 if !self.requests.waiting() && self.room.any(spare, Instant::now()) {
-                    let neighbours = self.pending.neighbours(&request);
+                    let neighbours = self.take(request.page.chunk, |pending| pending.neighbours(&request))?;
                     if !neighbours.is_empty() {
                         self.send(request.page.chunk, &neighbours, false)?;
                     }
@@ -161,6 +164,13 @@ impl Serving {
             return Ok(());
         }
         Err(MigrateError::link("waiting for requests for pages")(std::io::ErrorKind::UnexpectedEof.into()))
+    }
+
+    /// Has pending pages taken, whose bodies are read only then.
+    fn take(&self, chunk: ChunkIndex, take: impl FnOnce(&Pending) -> PageSet) -> Result<PageSet, MigrateError> {
+        let Work { ram, leaving, .. } = &*self.work;
+        let taken = leaving.take(ram.as_ref(), chunk, || take(&self.pending));
+        taken.map_err(MigrateError::host("reading the guest's RAM"))
     }
 
     fn send(&mut self, chunk: ChunkIndex, pages: &PageSet, asked: bool) -> Result<(), MigrateError> {

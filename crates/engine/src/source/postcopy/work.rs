@@ -8,6 +8,7 @@ use sterna_api::options::{Compress, Prepaging, SkipFree};
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::{PageMap, PageSet};
 
+use super::leaving::Leaving;
 use super::pending::Pending;
 use super::tally::Tally;
 use crate::error::MigrateError;
@@ -35,6 +36,8 @@ pub struct Work {
     /// Pages that the guest held free when it stopped: they are zeros there, whatever they hold here. `None` where an
     /// earlier daemon looked, so that they are not known: then they go as they are, which is correct too.
     free: Mutex<Option<Arc<PageMap>>>,
+    /// What pages held that left before the commit.
+    pub leaving: Leaving,
     /// The tally of what was done.
     pub tally: Tally,
 }
@@ -55,6 +58,7 @@ impl Work {
             ram,
             compression: compress.then(|| Meter::new(options.compress, options.compress_level)),
             spare: AtomicU64::new(0),
+            leaving: Leaving::default(),
             tally: Tally::default(),
         })
     }

@@ -78,7 +78,10 @@ pub(super) fn load(
     // Those of them that are still pending go as they are now, free or not. The set changes before the look at what is
     // pending: a page that was taken as free by then is not pending, and fails the switchover.
     begun.work.set_free(rounds.free().clone());
-    let seen = seen(rounds, begun, &asked.pages)?;
+    // The others the destination may have seen as they were before, but those that left as they are now.
+    let seen = begun.work.leaving.written(rounds.ram, &begun.pending.not_in(&rounds.take_residue()));
+    let seen = seen.map_err(MigrateError::host("reading the guest's RAM"))?;
+    begun.work.leaving.end();
     if seen > 0 {
         return Err(MigrateError::WrittenWhileSaving(seen));
     }
@@ -99,19 +102,6 @@ pub(super) fn load(
     };
     let verify = report::Verify::default();
     Ok(Loaded { stop: stopped.stop, downtime, verify, residue: Some(asked.residue), loaded_us: now_us() })
-}
-
-/// How many of the pages that were collected last the destination may have seen as they were before: those that are
-/// not pending. A page of the residue that went meanwhile was not written where its frame is merged: the VMM's write
-/// would have made it a page of its own, and KSM merges what stays the same from one of its scans to the next.
-fn seen(rounds: &mut Rounds, begun: &Begun, residue: &PageMap) -> Result<u64, MigrateError> {
-    let gone = begun.pending.not_in(&rounds.take_residue());
-    let mut seen = 0;
-    for (chunk, pages) in gone.iter().filter(|(_, pages)| !pages.is_empty()) {
-        let merged = rounds.merged(chunk)?.and(residue.chunk(chunk));
-        seen += pages.without(&merged).len() as u64;
-    }
-    Ok(seen)
 }
 
 /// Tells the destination which pages are still to come, and makes it load the devices.
@@ -140,6 +130,7 @@ fn leave(
     let (count, bytes) = (map.len(), parts.iter().map(|part| part.bits.len() as u64).sum());
     begun.work.set_free(rounds.free().clone());
     rounds.monitor.begin_round(begun.work.round, count);
+    begun.work.leaving.begin();
     begun.pending.fill(map.clone());
     let last = parts.pop().ok_or(LayoutError::Blocks(0))?;
     for part in parts {
