@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -355,4 +356,23 @@ fn of_a_pool_that_somebody_cut_short_nobody_gets_anything() {
     // Who shares nothing goes on.
     assert_eq!(guests[1].gets(&[bodies(&[(9, 9)])]), Ok(vec![]));
     assert_eq!(guests[1].page(9), 9);
+}
+
+/// A body is looked at when it comes. Whoever overwrites it afterwards changes what each guest has that maps it, and
+/// the digests that both sides compare.
+#[test]
+fn what_somebody_wrote_into_the_pool_is_in_what_is_compared_of_each_guest_that_maps_it() {
+    let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+    let pool = Pool::new(file.reopen().unwrap(), 3).unwrap();
+    let guests = [0, 1, 2].map(|member| Guest::new(&pool, member));
+    assert_eq!(guests[0].gets(&[shared(&[1, 2], &[]), bodies(&[(1, 1), (2, 2)])]), Ok(vec![]));
+    assert_eq!(guests[2].gets(&[shared(&[], &[(1, origin(0, 1))])]), Ok(vec![]));
+    // The guest has written the page before: it is its own.
+    assert_eq!(guests[2].gets(&[bodies(&[(1, 1)])]), Ok(vec![]));
+    file.as_file().write_all_at(&[9], PAGE_BYTES as u64 + 5).unwrap();
+    assert_eq!(guests[1].gets(&[shared(&[], &[(8, origin(0, 1)), (9, origin(0, 2))])]), Ok(vec![]));
+    let digest = |guest: usize, page: usize| guests[guest].ram.page_digests(CHUNK, Digester::UNSEEDED).unwrap()[page];
+    let [sent, other] = [1, 2].map(|byte| Digester::UNSEEDED.page(&[byte; PAGE_BYTES]));
+    assert!(digest(0, 1) != sent && digest(1, 8) != sent, "nobody would find it");
+    assert_eq!((digest(2, 1), digest(0, 2), digest(1, 9)), (sent, other, other));
 }

@@ -9,12 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use sterna_api::MigrateOptions;
+use sterna_api::problem::Whereabouts;
 use sterna_api::report::{Report, Status};
 use sterna_engine::memory::kept::Kept;
 use sterna_engine::memory::shared::SharedMemory;
 use sterna_engine::memory::{BlockFile, Memory};
-use sterna_engine::source::Gang;
 use sterna_engine::source::tickets::Tickets;
+use sterna_engine::source::{Fate, Gang, Outcome};
 use sterna_protocol::hello::{Features, HELLO_BYTES};
 use sterna_protocol::spec::Ticket;
 use sterna_sys::map::Access;
@@ -116,6 +118,54 @@ fn what_is_lost_between_offer_and_reference_is_asked_for() {
     }));
     let report = returns((&host, &peer), NUMBER);
     assert!(report.pages.shared_reference > 0 && report.pages.full >= PAGES / 2 - 600, "{:?}", report.pages);
+}
+
+/// Moves a guest, which is as it was kept, to a destination where three of the pages that it offers are not what their
+/// digests say: to the source it is the same whether the digests were forged or the pages overwritten since.
+fn is_offered_what_is_not_there(notes: bool, options: &MigrateOptions) -> (Arc<Destination>, GuestRam, Outcome) {
+    let (host, peer) = destination();
+    host.postcopy.store(notes, Ordering::Release);
+    let file = host.kept.lock().unwrap().as_ref().unwrap().1.files().unwrap().remove(0);
+    *host.after_offer.lock().unwrap() = Some(Box::new(move || {
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let file = File::options().write(true).open(path).unwrap();
+        (100..103).for_each(|page| file.write_all_at(&content(PAGES + page), page * 4096).unwrap());
+    }));
+    let ram = GuestRam::new(BYTES);
+    (0..PAGES).for_each(|page| ram.mapping.copy_in(page * 4096, &content(page)).unwrap());
+    let mut guest = outgoing(&ram, SourceVmm::new(None), InsideSelf::default());
+    let had = vec![Ticket { host: HOST.into(), number: NUMBER }];
+    let alone = Some(Gang::alone(PAGES * 4096));
+    guest.tickets = Tickets { shown: had.clone(), had, own: None, alone };
+    let outcome = run(guest, &peer, options);
+    (host, ram, outcome)
+}
+
+/// A guest goes on at the source where both sides are compared in the pause, and else at the destination, where it is
+/// known to have other pages. Without a comparison nobody finds that.
+#[test]
+fn an_offered_page_that_is_not_what_its_digest_says_is_found_by_the_comparison() {
+    if !tracking_works() {
+        return;
+    }
+    for (notes, fate, at) in [(false, Fate::Here, Whereabouts::Source), (true, Fate::There, Whereabouts::Destination)] {
+        let (host, _, outcome) = is_offered_what_is_not_there(notes, &verified(2));
+        let report = &outcome.report;
+        assert_eq!((report.status, outcome.fate, report.verify.mismatches), (Status::Failed, fate, 3), "{notes}");
+        let problem = report.error.as_ref().expect("pages differ");
+        assert_eq!((problem.code.as_str(), problem.guest), ("verify-mismatch", at));
+        assert_eq!((report.pages.shared_reference, host.running.load(Ordering::Acquire)), (PAGES, notes));
+    }
+    let (host, ram, outcome) = is_offered_what_is_not_there(true, &MigrateOptions { verify: false, ..verified(2) });
+    assert_eq!((outcome.report.status, outcome.report.verify.checked), (Status::Completed, false));
+    let there = host.ram.lock().unwrap().as_ref().unwrap().try_clone().unwrap();
+    let differs = |page: &u64| {
+        let [mut here, mut found] = [[0; 4096]; 2];
+        ram.mapping.copy_out(page * 4096..(page + 1) * 4096, &mut here);
+        there.read_exact_at(&mut found, page * 4096).unwrap();
+        here != found
+    };
+    assert_eq!((0..PAGES).filter(differs).collect::<Vec<_>>(), [100, 101, 102]);
 }
 
 /// A way to a daemon that does not know tickets: the bit of its hello says so.
