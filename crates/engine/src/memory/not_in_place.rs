@@ -1,4 +1,5 @@
-//! Memory for tests whose bodies must be copied before they are sent: shared memory that says so.
+//! Memory for tests whose bodies must be copied before they are sent, and some of which looks shared: other memory that
+//! says so.
 
 use std::io;
 use std::ops::Range;
@@ -13,9 +14,9 @@ use super::{Mappings, Memory};
 /// A memory that does everything as the one inside it, except [`in_place`](Memory::in_place). These pages of every
 /// chunk look shared.
 #[derive(Debug)]
-pub struct NotInPlace(pub SharedMemory, pub PageSet);
+pub struct NotInPlace<M = SharedMemory>(pub M, pub PageSet);
 
-impl Memory for NotInPlace {
+impl<M: Memory> Memory for NotInPlace<M> {
     fn in_place(&self, _: ChunkIndex, _: &PageSet) -> Option<Vec<Outgoing<'_>>> {
         None
     }

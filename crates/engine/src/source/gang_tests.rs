@@ -1,42 +1,65 @@
 //! What a gang names, on memory that says which of its pages are shared.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
+use rustix::fs::FlockOperation;
+use rustix::mm::Advice;
 use sterna_protocol::frame::Digester;
 use sterna_protocol::spec::BlockSpec;
-use sterna_sys::map::{Access, SharedMapping};
+use sterna_sys::map::{Access, PrivateMapping, SharedMapping};
 use sterna_sys::pagemap::Pagemap;
 
 use super::super::content::Content;
 use super::super::select::{Keep, Wanted, select};
 use super::super::sent::SentTable;
 use super::*;
-use crate::memory::BlockFile;
+use crate::memory::inside_here::InsideHere;
 use crate::memory::not_in_place::NotInPlace;
+use crate::memory::private::PrivateMemory;
 use crate::memory::shared::SharedMemory;
+use crate::memory::{BlockFile, Holder};
 
 const CHUNK: ChunkIndex = ChunkIndex(0);
+const BYTES: u64 = 1 << 20;
 
 /// A machine: its RAM, in which pages 0 to 99 look shared, and what it has sent.
 struct Machine {
-    file: File,
-    ram: NotInPlace,
+    frames: Frames,
+    ram: Box<dyn Memory>,
     sent: SentTable,
     member: Member,
 }
 
 fn machine(gang: &Arc<Gang>, index: u16) -> Machine {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
-    file.set_len(1 << 20).unwrap();
-    let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
-    let block = BlockFile { spec, file: file.try_clone().unwrap(), address: 0, process: None };
-    let ram = NotInPlace(SharedMemory::open(&[block], Access::ReadWrite).unwrap(), PageSet::first(100));
-    let (sent, member) = (SentTable::new(ram.layout(), Digester::UNSEEDED), Member::new(gang, index, ram.layout()));
-    Machine { file, ram, sent, member }
+    file.set_len(BYTES).unwrap();
+    let ram = SharedMemory::open(&[block(&file, 0)], Access::ReadWrite).unwrap();
+    Machine::of(gang, index, Frames::File(Arc::new(file)), ram)
+}
+
+/// A machine whose RAM is this, in private memory.
+fn private_machine(gang: &Arc<Gang>, index: u16, mapping: &Arc<Vec<PrivateMapping>>) -> Machine {
+    let (start, file) = (mapping[0].addresses().start, tempfile::tempfile_in("/dev/shm").unwrap());
+    let inside = Arc::new(Mutex::new(InsideHere(Arc::clone(mapping))));
+    let holder = Holder { pid: std::process::id(), inside };
+    let ram = PrivateMemory::open(&[block(&file, start)], holder, Access::ReadWrite).unwrap();
+    Machine::of(gang, index, Frames::At(start), ram)
+}
+
+fn block(file: &File, address: u64) -> BlockFile {
+    let spec = BlockSpec { id: "ram".into(), bytes: BYTES, page_bytes: 4096, path: String::new() };
+    BlockFile { spec, file: file.try_clone().unwrap(), address, process: None }
 }
 
 impl Machine {
+    fn of(gang: &Arc<Gang>, index: u16, frames: Frames, ram: impl Memory + 'static) -> Self {
+        let (sent, member) = (SentTable::new(ram.layout(), Digester::UNSEEDED), Member::new(gang, index, ram.layout()));
+        Self { frames, ram: Box::new(NotInPlace(ram, PageSet::first(100))), sent, member }
+    }
+
     fn write(&self, page: u8, byte: u8) {
         self.ram.write(CHUNK, &[page].into_iter().collect(), &[byte; PAGE_BYTES]).unwrap();
     }
@@ -47,9 +70,10 @@ impl Machine {
         let pages = pages.iter().copied().collect();
         let wanted = Wanted { chunk: CHUNK, pages, discarded: none, free: none, again: none };
         let mut copies = Copies::default();
-        let mut selected = select(&self.ram, &self.sent, &Content::Digest, &wanted, &mut copies, Keep::Full).unwrap();
+        let mut selected =
+            select(self.ram.as_ref(), &self.sent, &Content::Digest, &wanted, &mut copies, Keep::Full).unwrap();
         let before = selected.counts.pages();
-        let shared = self.member.share(&self.ram, (0, CHUNK), &mut selected, &mut copies).unwrap();
+        let shared = self.member.share(self.ram.as_ref(), (0, CHUNK), &mut selected, &mut copies).unwrap();
         assert_eq!(selected.counts.pages(), before, "each page is in one of the counters");
         assert_eq!((selected.full.len(), selected.digests.len()), (selected.held.len(), selected.held.len()));
         assert_eq!(copies.bodies().len(), selected.full.len() * PAGE_BYTES);
@@ -229,31 +253,59 @@ fn pages_that_are_forged_to_look_alike_are_never_taken_for_one_another() {
     assert_eq!(forger.round(&[1, 2, 3, 4, 5, 6]), all, "only what is equal");
 }
 
+/// The frames of a machine's RAM.
+#[derive(Debug, Clone)]
+enum Frames {
+    /// It lies in this file.
+    File(Arc<File>),
+    /// It is this process's memory from this address on.
+    At(u64),
+}
+
+impl Frames {
+    /// The frame in which a page lies; `None` where this process may not know.
+    fn of(&self, page: u8) -> Option<u64> {
+        let at = u64::from(page) * PAGE_BYTES as u64;
+        match self {
+            Self::File(file) => {
+                let mapping = SharedMapping::new(file, BYTES, Access::Read).expect("a mapping");
+                // The entry is made by a look.
+                mapping.copy_out(at..at + PAGE_BYTES as u64, &mut [0; PAGE_BYTES]);
+                frame_at(mapping.addresses().start + at)
+            }
+            Self::At(start) => frame_at(start + at),
+        }
+    }
+}
+
+/// The frame of what this process has at an address.
+fn frame_at(address: u64) -> Option<u64> {
+    let mut entries = Vec::new();
+    let pagemap = Pagemap::open(std::process::id()).expect("this process");
+    pagemap.entries(address..address + PAGE_BYTES as u64, &mut entries).expect("entries");
+    entries.first()?.frame()
+}
+
 /// The frame of a member's page, as the kernel tells it at this moment.
 #[derive(Debug, Default)]
-pub struct FrameOf(Arc<OnceLock<[File; 2]>>);
+pub struct FrameOf(Arc<OnceLock<[Frames; 2]>>);
 
 impl FrameOf {
     pub fn name(&self, member: u16, page: u8) -> Name {
-        let files = self.0.get().expect("both machines are there");
-        let frame = frame_of(&files[usize::from(member)], page).expect("a frame");
+        let frames = self.0.get().expect("both machines are there");
+        let frame = frames[usize::from(member)].of(page).expect("a frame");
         let mut name = Name::default();
         name[..8].copy_from_slice(&frame.to_le_bytes());
         name
     }
 }
 
-/// The frame in which a page of a RAM file lies; `None` where this process may not know.
-fn frame_of(file: &File, page: u8) -> Option<u64> {
-    let at = u64::from(page) * PAGE_BYTES as u64;
-    let mapping = SharedMapping::new(file, 1 << 20, Access::Read).expect("a mapping");
-    // The entry is made by a look.
-    mapping.copy_out(at..at + PAGE_BYTES as u64, &mut [0; PAGE_BYTES]);
-    let mut entries = Vec::new();
-    let start = mapping.addresses().start + at;
-    let pagemap = Pagemap::open(std::process::id()).expect("this process");
-    pagemap.entries(start..start + PAGE_BYTES as u64, &mut entries).expect("entries");
-    entries.first()?.frame()
+/// A gang, and how its bodies are named where that is by frames, once the machines are known.
+fn gang_named(naming: impl Fn(FrameOf) -> Naming) -> (Arc<Gang>, impl Fn([&Machine; 2])) {
+    let frames = FrameOf::default();
+    let known = Arc::clone(&frames.0);
+    let gang = Gang::of("g", 2, Together::default(), naming(frames));
+    (gang, move |machines: [&Machine; 2]| known.set(machines.map(|machine| machine.frames.clone())).expect("once"))
 }
 
 /// Two machines, of which the second has in a page what the first does not have, in the frame in which the first one's
@@ -261,18 +313,16 @@ fn frame_of(file: &File, page: u8) -> Option<u64> {
 fn with_a_frame_used_again(naming: impl Fn(FrameOf) -> Naming) -> Option<(Vec<u8>, Vec<Origin>)> {
     // The kernel gives a frame that was freed to the next who needs one, mostly.
     for _ in 0..1000 {
-        let files = FrameOf::default();
-        let known = Arc::clone(&files.0);
-        let gang = Gang::of("g", 2, Together::default(), naming(files));
+        let (gang, know) = gang_named(&naming);
         let (a, b) = (machine(&gang, 0), machine(&gang, 1));
-        known.set([&a, &b].map(|machine| machine.file.try_clone().expect("a descriptor"))).expect("once");
+        know([&a, &b]);
         a.write(1, 1);
-        let frame = frame_of(&a.file, 1)?;
+        let frame = a.frames.of(1)?;
         assert_eq!(a.round(&[1]).0, [1]);
         a.ram.discard(CHUNK, &[1].into_iter().collect()).expect("given back");
         let is_there = |page: &u8| {
             b.write(*page, 2);
-            frame_of(&b.file, *page) == Some(frame)
+            b.frames.of(*page) == Some(frame)
         };
         if let Some(page) = (0..100).find(is_there) {
             let (pooled, references, _) = b.round(&[page]);
@@ -292,4 +342,132 @@ fn a_frame_that_is_used_again_between_two_looks_changes_no_reference() {
     assert_eq!(references, [origin(0, 1)], "by its frame it is taken for another");
     let (pooled, references) = with_a_frame_used_again(|_| Naming::Content).expect("frames");
     assert_eq!((pooled.len(), references), (1, vec![]), "another content, another body");
+}
+
+/// KSM, whose settings are as before once this is dropped. One program at a time has it, as in `sterna-bench`.
+struct Ksm {
+    before: Vec<(&'static str, String)>,
+    _turn: File,
+}
+
+const KSM: &str = "/sys/kernel/mm/ksm";
+
+impl Ksm {
+    /// What is set, in this order. Older kernels lack some.
+    const FAST: [(&str, &str); 5] = [
+        ("smart_scan", "0"),
+        ("advisor_mode", "none"),
+        ("pages_to_scan", "20000"),
+        ("sleep_millisecs", "1"),
+        ("run", "1"),
+    ];
+
+    /// KSM at work; why not, where this process cannot have it.
+    fn scans() -> Result<Self, String> {
+        let run = format!("{KSM}/run");
+        let turn = File::options().read(true).write(true).open(&run).map_err(|error| format!("{run}: {error}"))?;
+        rustix::fs::flock(&turn, FlockOperation::NonBlockingLockExclusive).map_err(|_| "another program has KSM")?;
+        let settings = Self::FAST.iter().filter_map(|(name, _)| Some((*name, Self::read(name)?))).collect();
+        let ksm = Self { before: settings, _turn: turn };
+        for (name, value) in Self::FAST {
+            match std::fs::write(format!("{KSM}/{name}"), value) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(format!("{name}: {error}")),
+                _ => {}
+            }
+        }
+        Ok(ksm)
+    }
+
+    /// A setting's value; of a list such as `[none] scan-time`, the chosen one.
+    fn read(name: &str) -> Option<String> {
+        let text = std::fs::read_to_string(format!("{KSM}/{name}")).ok()?;
+        let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(chosen, _)| chosen);
+        Some(chosen.unwrap_or(&text).trim().to_owned())
+    }
+
+    /// Waits until it has merged what is asked for; whether it has, in twenty of its scans.
+    fn merges(&self, is_merged: impl Fn() -> bool) -> bool {
+        let scans = || Self::read("full_scans").and_then(|scans| scans.parse().ok()).unwrap_or(u64::MAX);
+        let (last, late) = (scans().saturating_add(20), Instant::now() + Duration::from_secs(120));
+        while !is_merged() {
+            if scans() > last || Instant::now() > late {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        true
+    }
+}
+
+impl Drop for Ksm {
+    fn drop(&mut self) {
+        for (name, before) in &self.before {
+            if let Err(error) = std::fs::write(format!("{KSM}/{name}"), before) {
+                eprintln!("KSM's {name} was {before} and is not any more: {error}");
+            }
+        }
+    }
+}
+
+/// RAM that KSM may merge, of which pages 0 to 99 are full of bytes from 1 on.
+fn mergeable() -> Arc<Vec<PrivateMapping>> {
+    let mapping = PrivateMapping::new(BYTES).expect("memory");
+    let at = mapping.addresses().start as *mut core::ffi::c_void;
+    // SAFETY: memory of this process, of which nothing changes by it.
+    unsafe { rustix::mm::madvise(at, BYTES as usize, Advice::LinuxMergeable) }.expect("KSM takes it");
+    (0..100_u8).for_each(|page| mapping.write(u64::from(page) * PAGE_BYTES as u64, &[page + 1; PAGE_BYTES]));
+    Arc::new(vec![mapping])
+}
+
+/// A machine is looked at, and KSM merges its pages with those of another, so that they stay in their frames, which
+/// both have now. Then both write one of them, and its frame is used again, by a machine that has another content in
+/// it. Returns the page that it was in, and what the other page goes as; `None` where the kernel tells no frames.
+fn with_a_frame_that_ksm_had_merged(
+    ksm: &Ksm,
+    naming: impl Fn(FrameOf) -> Naming,
+) -> Option<(u8, Vec<u8>, Vec<Origin>)> {
+    for attempt in 0..20 {
+        let (gang, know) = gang_named(&naming);
+        let mut both = [mergeable(), mergeable()];
+        // KSM looks at what lies lower first, and keeps the frame of the page that it finds to be equal later, mostly.
+        both.sort_by_key(|mapping| mapping[0].addresses().start);
+        if attempt % 2 == 1 {
+            both.reverse();
+        }
+        let [twin, own] = both;
+        let later = Arc::new(vec![PrivateMapping::new(BYTES).expect("memory")]);
+        let (a, b) = (private_machine(&gang, 0, &own), private_machine(&gang, 1, &later));
+        know([&a, &b]);
+        let all: Vec<u8> = (0..100).collect();
+        let frames: Vec<u64> = all.iter().map(|page| a.frames.of(*page)).collect::<Option<_>>()?;
+        assert_eq!(a.round(&all).0, all, "the first sight of each");
+        let twins = Frames::At(twin[0].addresses().start);
+        let merged = || all.iter().filter(|page| a.frames.of(**page) == twins.of(**page));
+        assert!(ksm.merges(|| merged().count() == all.len()), "KSM has merged {} pages", merged().count());
+        for page in all.iter().copied().filter(|page| a.frames.of(*page) == Some(frames[usize::from(*page)])) {
+            let at = u64::from(page) * PAGE_BYTES as u64;
+            [&own, &twin].iter().for_each(|mapping| mapping[0].write(at, &[200; PAGE_BYTES]));
+            later[0].write(at, &[201; PAGE_BYTES]);
+            if b.frames.of(page) == Some(frames[usize::from(page)]) {
+                let (pooled, references, _) = b.round(&[page]);
+                return Some((page, pooled, references.into_iter().map(|(_, origin)| origin).collect()));
+            }
+        }
+    }
+    panic!("the kernel has used no frame again");
+}
+
+/// As above, with the kernel's own merging between the two looks.
+#[test]
+fn a_frame_that_ksm_merges_after_the_first_look_and_that_is_used_again_changes_no_reference() {
+    let ksm = match Ksm::scans() {
+        Ok(ksm) => ksm,
+        Err(why) => return println!("skipped: KSM cannot be used: {why}"),
+    };
+    let Some((page, _, references)) = with_a_frame_that_ksm_had_merged(&ksm, Naming::Frame) else {
+        return println!("skipped: the kernel tells frames to root only");
+    };
+    assert_eq!(references, [origin(0, page)], "by its frame it is taken for another");
+    let (page, pooled, references) = with_a_frame_that_ksm_had_merged(&ksm, |_| Naming::Content).expect("frames");
+    assert_eq!((pooled, references), (vec![page], vec![]), "another content, another body");
 }
