@@ -193,7 +193,7 @@ fn a_first_round_that_is_cut_to_look_at_the_guest_goes_on_as_if_it_had_not_been(
     }
     let ram = full_ram();
     let (host, peer, _) = destination(&ram, Program::Ascending);
-    let writers = Writers::start(&ram, 0..64, Duration::from_millis(1));
+    let writers = Writers::start(&ram, 0..24, Duration::from_millis(1));
     let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &slow_and_looked_at());
     goes_once_before_it_goes_again(&outcome.report);
     host.assert_same(&ram);
