@@ -72,7 +72,8 @@ pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failu
     failed.map_or(Ok(ExitCode::SUCCESS), Err)
 }
 
-/// Whether a machine's QEMU here is of no use for long: it is being moved away, or is only what a clone elsewhere needs.
+/// Whether a machine's QEMU here is of no use for long: it is being moved away, or is only what a clone elsewhere
+/// needs.
 fn leaves(vm: &Vm) -> bool {
     matches!(vm.state, VmState::MigratingOut | VmState::WaitingForPeer)
 }

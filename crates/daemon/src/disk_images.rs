@@ -38,7 +38,8 @@ const LOOK: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(20);
 /// How long QEMU may take to give up a job.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
-/// The longest that a commit takes to end once all of it is written: it needs a moment in which the guest writes nothing.
+/// The longest that a commit takes to end once all of it is written: it needs a moment in which the guest writes
+/// nothing.
 const END_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a machine is left alone after it did not work.
 const AFTER_FAILURE: Duration = Duration::from_secs(300);

@@ -388,8 +388,8 @@ impl Fork<'_> {
     }
 }
 
-/// Brings a machine whose RAM and disks nobody knows to the end of its fork, as soon as its QEMU says what they are, and
-/// lets its guest run on. `failed` is why that has not worked yet.
+/// Brings a machine whose RAM and disks nobody knows to the end of its fork, as soon as its QEMU says what they are,
+/// and lets its guest run on. `failed` is why that has not worked yet.
 pub fn go_on_once_known(machines: &Arc<Machines>, images: &Arc<Images>, forking: &VmRecord, failed: String) {
     let images = Arc::clone(images);
     let known = move |machines: &Machines, forking: &VmRecord| end_of_fork(machines, &images, forking);
