@@ -15,6 +15,8 @@ pub mod host;
 pub mod huge;
 // Memory for the kernel to read from or write to, without a Rust reference to it.
 pub mod iovec;
+// The kernel's merging of equal pages, taken over for a while.
+pub mod ksm;
 // A RAM file mapped into this process while a guest writes to it.
 pub mod map;
 // How much memory this process can still get.

@@ -1,14 +1,13 @@
 //! What a gang names, on memory that says which of its pages are shared.
 
 use std::fs::File;
-use std::io::ErrorKind;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use rustix::fs::FlockOperation;
 use rustix::mm::Advice;
 use sterna_protocol::frame::Digester;
 use sterna_protocol::spec::BlockSpec;
+use sterna_sys::ksm::Ksm;
 use sterna_sys::map::{Access, PrivateMapping, SharedMapping};
 use sterna_sys::pagemap::Pagemap;
 
@@ -344,69 +343,17 @@ fn a_frame_that_is_used_again_between_two_looks_changes_no_reference() {
     assert_eq!((pooled.len(), references), (1, vec![]), "another content, another body");
 }
 
-/// KSM, whose settings are as before once this is dropped. One program at a time has it, as in `sterna-bench`.
-struct Ksm {
-    before: Vec<(&'static str, String)>,
-    _turn: File,
-}
-
-const KSM: &str = "/sys/kernel/mm/ksm";
-
-impl Ksm {
-    /// What is set, in this order. Older kernels lack some.
-    const FAST: [(&str, &str); 5] = [
-        ("smart_scan", "0"),
-        ("advisor_mode", "none"),
-        ("pages_to_scan", "20000"),
-        ("sleep_millisecs", "1"),
-        ("run", "1"),
-    ];
-
-    /// KSM at work; why not, where this process cannot have it.
-    fn scans() -> Result<Self, String> {
-        let run = format!("{KSM}/run");
-        let turn = File::options().read(true).write(true).open(&run).map_err(|error| format!("{run}: {error}"))?;
-        rustix::fs::flock(&turn, FlockOperation::NonBlockingLockExclusive).map_err(|_| "another program has KSM")?;
-        let settings = Self::FAST.iter().filter_map(|(name, _)| Some((*name, Self::read(name)?))).collect();
-        let ksm = Self { before: settings, _turn: turn };
-        for (name, value) in Self::FAST {
-            match std::fs::write(format!("{KSM}/{name}"), value) {
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(format!("{name}: {error}")),
-                _ => {}
-            }
+/// Waits until KSM, which scans, has merged what is asked for; whether it has, in twenty of its scans.
+fn merges(ksm: &Ksm, is_merged: impl Fn() -> bool) -> bool {
+    let scans = || ksm.scans().unwrap_or(u64::MAX);
+    let (last, late) = (scans().saturating_add(20), Instant::now() + Duration::from_secs(120));
+    while !is_merged() {
+        if scans() > last || Instant::now() > late {
+            return false;
         }
-        Ok(ksm)
+        std::thread::sleep(Duration::from_millis(5));
     }
-
-    /// A setting's value; of a list such as `[none] scan-time`, the chosen one.
-    fn read(name: &str) -> Option<String> {
-        let text = std::fs::read_to_string(format!("{KSM}/{name}")).ok()?;
-        let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(chosen, _)| chosen);
-        Some(chosen.unwrap_or(&text).trim().to_owned())
-    }
-
-    /// Waits until it has merged what is asked for; whether it has, in twenty of its scans.
-    fn merges(&self, is_merged: impl Fn() -> bool) -> bool {
-        let scans = || Self::read("full_scans").and_then(|scans| scans.parse().ok()).unwrap_or(u64::MAX);
-        let (last, late) = (scans().saturating_add(20), Instant::now() + Duration::from_secs(120));
-        while !is_merged() {
-            if scans() > last || Instant::now() > late {
-                return false;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        true
-    }
-}
-
-impl Drop for Ksm {
-    fn drop(&mut self) {
-        for (name, before) in &self.before {
-            if let Err(error) = std::fs::write(format!("{KSM}/{name}"), before) {
-                eprintln!("KSM's {name} was {before} and is not any more: {error}");
-            }
-        }
-    }
+    true
 }
 
 /// RAM that KSM may merge, of which pages 0 to 99 are full of bytes from 1 on.
@@ -443,7 +390,7 @@ fn with_a_frame_that_ksm_had_merged(
         assert_eq!(a.round(&all).0, all, "the first sight of each");
         let twins = Frames::At(twin[0].addresses().start);
         let merged = || all.iter().filter(|page| a.frames.of(**page) == twins.of(**page));
-        assert!(ksm.merges(|| merged().count() == all.len()), "KSM has merged {} pages", merged().count());
+        assert!(merges(ksm, || merged().count() == all.len()), "KSM has merged {} pages", merged().count());
         for page in all.iter().copied().filter(|page| a.frames.of(*page) == Some(frames[usize::from(*page)])) {
             let at = u64::from(page) * PAGE_BYTES as u64;
             [&own, &twin].iter().for_each(|mapping| mapping[0].write(at, &[200; PAGE_BYTES]));
@@ -460,9 +407,10 @@ fn with_a_frame_that_ksm_had_merged(
 /// As above, with the kernel's own merging between the two looks.
 #[test]
 fn a_frame_that_ksm_merges_after_the_first_look_and_that_is_used_again_changes_no_reference() {
-    let ksm = match Ksm::scans() {
+    let scanning = Ksm::try_take().and_then(|ksm| ksm.scan(&[("pages_to_scan", "20000")]).map(|()| ksm));
+    let ksm = match scanning {
         Ok(ksm) => ksm,
-        Err(why) => return println!("skipped: KSM cannot be used: {why}"),
+        Err(why) => return println!("skipped: KSM cannot be used: {}", std::io::Error::from(why)),
     };
     let Some((page, _, references)) = with_a_frame_that_ksm_had_merged(&ksm, Naming::Frame) else {
         return println!("skipped: the kernel tells frames to root only");
