@@ -148,9 +148,9 @@ impl Keeper {
         let (room, floor) = (show_size(room), show_size(self.floor));
         let message =
             format!("this host is short of memory: it has {room} left, and guests may be stopped below {floor}");
-        Err(Problem::new(Code::OutOfMemory, Blame::Host, message)
-            .guest(Whereabouts::Gone)
-            .hint("move a machine away or stop one, or run it on another host ('memory_floor')"))
+        Err(Problem::new(Code::OutOfMemory, Blame::Host, message).guest(Whereabouts::Gone).hint(
+            "move a machine away or stop one, run it on another host, or set a lower memory_floor in sternad.toml",
+        ))
     }
 
     /// Whether anything is kept of machines that were given these tickets.

@@ -209,7 +209,7 @@ impl Acts {
             (true, Err(problem)) if lock(&self.told).insert(name.into()) => tracing::warn!(
                 vm = %name,
                 room,
-                "it writes what it shared, and cannot be stopped for want of memory: {}. Stop another machine, or move \
+                "memory is short, it writes what it shared, and it cannot be stopped: {}. Stop another machine, or move \
                  one away",
                 problem.message
             ),

@@ -12,8 +12,8 @@ use sterna_engine::store::Store;
 
 use super::*;
 use crate::machines::table::Entry;
+use crate::machines::table::tests::List;
 use crate::process::Identity;
-use crate::state::StateDir;
 
 const FLOOR: u64 = 100;
 
@@ -77,32 +77,11 @@ fn guests_are_looked_at_before_there_is_little_left() {
     assert!(rule.looks(399) && !rule.looks(400));
 }
 
-/// A host whose machines have QEMUs that are not there.
-struct Host {
-    machines: Arc<Machines>,
-    state: Arc<StateDir>,
-    dir: tempfile::TempDir,
-}
-
-impl Host {
-    /// `None` where this user may have none.
-    fn new() -> Option<Self> {
-        let dir = tempfile::tempdir().expect("a directory");
-        match StateDir::open(dir.path(), true) {
-            Ok(state) => {
-                let state = Arc::new(state);
-                Some(Self { machines: Arc::new(Machines::new(Arc::clone(&state), |_| {})), state, dir })
-            }
-            Err(error) => {
-                println!("skipped: {error}");
-                None
-            }
-        }
-    }
-
+/// Machines of a host, whose QEMUs are not there.
+impl List {
     /// A machine, and the socket of its QEMU.
     fn with(&self, name: &str, waits_for_room: bool) -> UnixListener {
-        let qmp = self.dir.path().join(format!("{name}.sock"));
+        let qmp = self.directory.path().join(format!("{name}.sock"));
         let listener = UnixListener::bind(&qmp).expect("a socket");
         let process = Identity::of(std::process::id()).expect("it lives");
         let record = VmRecord { name: name.into(), qmp, process, waits_for_room, ..VmRecord::sample() };
@@ -116,14 +95,8 @@ impl Host {
     }
 
     fn keeper(&self) -> Arc<Keeper> {
-        let lent = Store::open(&self.dir.path().join("lent"), "here".into(), 0).expect("nothing is there");
-        Keeper::new(self.dir.path().into(), Arc::new(lent), Duration::ZERO, 0)
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        self.state.unmount_if_empty();
+        let lent = Store::open(&self.directory.path().join("lent"), "here".into(), 0).expect("nothing is there");
+        Keeper::new(self.directory.path().into(), Arc::new(lent), Duration::ZERO, 0)
     }
 }
 
@@ -159,7 +132,7 @@ fn eventually(what: &str, holds: impl Fn() -> bool) {
 /// seconds.
 #[test]
 fn a_qemu_that_does_not_answer_holds_up_no_other() {
-    let Some(host) = Host::new() else { return };
+    let Some(host) = List::new() else { return };
     let (_silent, writer) = (host.with("silent", false), host.with("w", false));
     answer(writer, "running", |_| ());
     let acts = Acts::new(Arc::clone(&host.machines));
@@ -176,7 +149,7 @@ fn a_qemu_that_does_not_answer_holds_up_no_other() {
 /// for ever.
 #[test]
 fn a_guest_that_was_stopped_goes_on_where_none_is_stopped_any_more() {
-    let Some(host) = Host::new() else { return };
+    let Some(host) = List::new() else { return };
     answer(host.with("m", true), "paused", |_| ());
     begin(Arc::clone(&host.machines), host.keeper(), 0);
     eventually("it goes on", || !host.is_stopped("m"));
@@ -186,7 +159,7 @@ fn a_guest_that_was_stopped_goes_on_where_none_is_stopped_any_more() {
 /// perhaps for hours, and could not be stopped.
 #[test]
 fn a_guest_that_waits_for_its_turn_to_leave_is_stopped_and_goes_on_and_its_turn_comes_afterwards() {
-    let Some(host) = Host::new() else { return };
+    let Some(host) = List::new() else { return };
     let ((told, hears), (lets, may)) = (mpsc::channel(), mpsc::channel::<()>());
     answer(host.with("m", false), "running", move |command| {
         if command == "cont" {

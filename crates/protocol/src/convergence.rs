@@ -229,10 +229,12 @@ impl Convergence {
             let pages_time = predicted.saturating_sub(measured.device_time);
             let polish = improved && pages_time > SHORT_ENOUGH && measured.rounds < MAX_POLISHING_ROUNDS && !timed_out;
             let follows = pages_time > FOLLOWS && measured.speed_is_known && self.goal.turns_at_once();
-            return match follows {
-                _ if polish => Decision::Round { at_least: Duration::ZERO },
-                true => Decision::Postcopy(Because::Shorter),
-                false => Decision::Switchover,
+            return if polish {
+                Decision::Round { at_least: Duration::ZERO }
+            } else if follows {
+                Decision::Postcopy(Because::Shorter)
+            } else {
+                Decision::Switchover
             };
         }
         if timed_out {

@@ -31,7 +31,7 @@ pub fn check_writers(name: &str, what: &str, about: &Inspection) -> Result<(), P
         .hint("use virtio devices that QEMU or the kernel's vhost serve"))
 }
 
-/// Whether a machine can `be moved` at all, whatever the destination, or another QEMU have its guest in another way.
+/// Whether another QEMU can have a machine's guest at all, whatever the destination, without which it cannot do `what`.
 ///
 /// # Errors
 /// A [`Problem`] that says what is in the way.

@@ -399,22 +399,41 @@ impl Machines {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
     use std::time::Duration;
 
     use super::super::hold::InPlace;
     use super::*;
 
+    /// The machines of a state directory of their own.
+    pub(crate) struct List {
+        pub(crate) machines: Arc<Machines>,
+        pub(crate) state: Arc<StateDir>,
+        pub(crate) directory: tempfile::TempDir,
+    }
+
+    impl List {
+        /// `None` where this user may have none.
+        pub(crate) fn new() -> Option<Self> {
+            let directory = tempfile::tempdir().unwrap();
+            let opened = StateDir::open(directory.path(), true);
+            let state = Arc::new(opened.inspect_err(|error| println!("skipped: {error}")).ok()?);
+            Some(Self { machines: Arc::new(Machines::new(Arc::clone(&state), |_| {})), state, directory })
+        }
+    }
+
+    impl Drop for List {
+        fn drop(&mut self) {
+            self.state.unmount_if_empty();
+        }
+    }
+
     /// Fails where whoever begins something does not wait: then what is done at rest goes on beside it.
     #[test]
     fn nothing_is_done_at_rest_with_a_machine_once_somebody_has_begun_something() {
-        let directory = tempfile::tempdir().unwrap();
-        let state = match StateDir::open(directory.path(), true) {
-            Err(error) => return println!("skipped: {error}"),
-            Ok(state) => Arc::new(state),
-        };
-        let machines = Machines::new(Arc::clone(&state), |_| {});
+        let Some(list) = List::new() else { return };
+        let machines = &list.machines;
         assert!(VmRecord::sample().huge_pages, "a guest of an earlier daemon may be in huge pages");
         machines.table().insert("m".into(), Entry::new(Some(VmRecord::sample()), Hold::Free));
         let (at_work, steps, ended) = (AtomicBool::new(false), AtomicU32::new(0), AtomicBool::new(false));
@@ -444,17 +463,12 @@ mod tests {
             }
             ended.store(true, Ordering::Release);
         });
-        state.unmount_if_empty();
     }
 
     #[test]
     fn nothing_is_done_at_rest_with_a_machine_whose_pages_still_come_or_that_is_not_here() {
-        let directory = tempfile::tempdir().unwrap();
-        let state = match StateDir::open(directory.path(), true) {
-            Err(error) => return println!("skipped: {error}"),
-            Ok(state) => Arc::new(state),
-        };
-        let machines = Machines::new(Arc::clone(&state), |_| {});
+        let Some(list) = List::new() else { return };
+        let machines = &list.machines;
         let id = sterna_engine::host::MigrationId(1);
         let paging = super::super::record::Paging { id, from: "b".into(), map: "/m".into(), held_back: false };
         let arriving = VmRecord { paging: Some(paging), ..VmRecord::sample() };
@@ -464,17 +478,12 @@ mod tests {
             assert_eq!(machines.while_free("m", |_| ()).is_some(), may);
         }
         assert!(machines.while_free("another", |_| ()).is_none());
-        state.unmount_if_empty();
     }
 
     #[test]
     fn a_record_is_looked_up_for_as_long_as_the_name_is_the_machines() {
-        let directory = tempfile::tempdir().unwrap();
-        let state = match StateDir::open(directory.path(), true) {
-            Err(error) => return println!("skipped: {error}"),
-            Ok(state) => Arc::new(state),
-        };
-        let machines = Machines::new(Arc::clone(&state), |_| {});
+        let Some(list) = List::new() else { return };
+        let machines = &list.machines;
         let known = VmRecord::sample();
         assert_eq!(machines.now(&known), known);
         let stopped = VmRecord { waits_for_room: true, ..known.clone() };
@@ -483,6 +492,5 @@ mod tests {
         let another = VmRecord { process: Identity::nobody(), ..stopped };
         machines.table().insert("m".into(), Entry::new(Some(another), Hold::Free));
         assert_eq!(machines.now(&known), known, "another has its name");
-        state.unmount_if_empty();
     }
 }

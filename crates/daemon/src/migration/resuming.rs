@@ -116,19 +116,20 @@ pub fn give_back(
         return machines.forget_clone(record);
     }
     onward::stays(machines, record, false);
-    begin(machines, record, What::GiveBack, failed);
+    begin(machines, record, as_it_is, (What::GiveBack, failed));
 }
 
 /// Lets a guest run that has come here for good, as soon as its QEMU does so. `failed` is the reason of the first
 /// failed attempt.
 pub fn let_run(machines: &Arc<Machines>, record: &VmRecord, failed: String) {
-    begin(machines, record, What::LetRun, Some(failed));
+    begin(machines, record, as_it_is, (What::LetRun, Some(failed)));
 }
 
 /// Lets a guest run whose QEMU was to be replaced, as soon as its QEMU does so: `replaced` says whether that is the new
 /// one. `failed` is the reason of the first failed attempt.
 pub fn go_on_here(machines: &Arc<Machines>, record: &VmRecord, replaced: bool, failed: String) {
-    begin(machines, record, if replaced { What::LetRunHere } else { What::GiveBackHere }, Some(failed));
+    let what = if replaced { What::LetRunHere } else { What::GiveBackHere };
+    begin(machines, record, as_it_is, (what, Some(failed)));
 }
 
 /// As [`go_on_here`] of a machine of which `known` tells what it is, once that can be told.
@@ -138,14 +139,15 @@ pub fn go_on_once_known(
     known: impl Fn(&Machines, &VmRecord) -> Result<VmRecord, Problem> + Send + 'static,
     failed: String,
 ) {
-    begin_once_known(machines, record, known, (What::GiveBackHere, Some(failed)));
+    begin(machines, record, known, (What::GiveBackHere, Some(failed)));
 }
 
-fn begin(machines: &Arc<Machines>, record: &VmRecord, what: What, why: Option<String>) {
-    begin_once_known(machines, record, |_, record| Ok(record.clone()), (what, why));
+/// A machine of which all is known.
+fn as_it_is(_: &Machines, record: &VmRecord) -> Result<VmRecord, Problem> {
+    Ok(record.clone())
 }
 
-fn begin_once_known(
+fn begin(
     machines: &Arc<Machines>,
     record: &VmRecord,
     known: impl Fn(&Machines, &VmRecord) -> Result<VmRecord, Problem> + Send + 'static,
