@@ -32,7 +32,10 @@ qemu_10_wrapper() {
 #!/bin/sh
 # Made by ./x: QEMU 10.0 out of its own folder. A complaint about a module under /usr is harmless: QEMU looks there
 # too, and refuses what belongs to another version.
-here=$(dirname "$(readlink -f "$0")")
+# Without another process, which would take as long as a third of QEMU's own start.
+self=$0
+[ ! -h "$self" ] || self=$(readlink -f "$self")
+here=$(cd "${self%/*}" && pwd)
 export QEMU_MODULE_DIR="$here/usr/lib/x86_64-linux-gnu/qemu"
 export LD_LIBRARY_PATH="$here/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 exec "$here/usr/bin/qemu-system-x86_64" -L "$here/usr/share/qemu" -L "$here/usr/share/seabios" -L /usr/lib/ipxe/qemu "$@"

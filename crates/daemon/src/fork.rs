@@ -6,7 +6,7 @@
 //!
 //! What is on record: the source's record says *forking* from before the pause until its guest runs again, with its RAM
 //! as it is once it is private. A daemon that finds this asks QEMU which of both it is, and lets the guest run
-//! (`source::recover`). A clone gets its record when it is whole, before it runs; one without is a start that was never
+//! (`ending::recover`). A clone gets its record when it is whole, before it runs; one without is a start that was never
 //! finished, and a daemon that finds it ends it.
 
 use std::collections::HashSet;
@@ -43,6 +43,9 @@ use crate::several;
 
 /// The machine that is forked.
 pub mod source;
+
+/// The end of it: what the machine's RAM has become.
+pub mod ending;
 
 /// A clone.
 mod clone;
@@ -94,6 +97,7 @@ impl Fork<'_> {
         check_request(request)?;
         let doing = InPlace::new("it is being forked");
         let record = with_family(self.care.machines.claim(name, Hold::shared(&doing))?);
+        tracing::debug!(vm = name, "it is to be forked");
         let prepared = self.prepare(&record, request, &doing);
         let (source, clones) = prepared.map_err(|problem| self.stays(&record, problem))?;
         let overlays = source.overlays().to_vec();
@@ -179,6 +183,7 @@ impl Fork<'_> {
         let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
         let mut source = Source::reach(record, self.launcher, self.here.pools.dir(), request)?;
         doing.found(source.running);
+        tracing::debug!("it can be forked");
         match self.ready(&mut source, reserved, record, request) {
             Ok(clones) => Ok((source, clones)),
             Err(problem) => {
@@ -287,7 +292,7 @@ impl Fork<'_> {
             Err(NotSaved { why, waits }) => (waits.as_ref(), Some(why.problem())),
         };
         // Whether its RAM is private by now is asked, and not concluded.
-        let now = source::as_it_is(&forking).unwrap_or_else(|problem| {
+        let now = ending::as_it_is(&forking).unwrap_or_else(|problem| {
             tracing::error!(vm = %record.name, "{}", problem.with_causes());
             forking.clone()
         });
@@ -302,7 +307,7 @@ impl Fork<'_> {
             }
         };
         if now.forking.is_none() {
-            source::forget_others(self.images, &forking, &now);
+            ending::forget_others(self.images, &forking, &now);
         }
         // What is on record stays until it runs: a restarted daemon lets it.
         if let Some(error) = waits {
@@ -399,13 +404,13 @@ pub fn go_on_once_known(machines: &Arc<Machines>, images: &Arc<Images>, forking:
 /// A machine that was being forked, as its RAM and its disks are now. That is on record when this returns.
 ///
 /// # Errors
-/// As [`source::recover`] and [`overlays::recover`].
+/// As [`ending::recover`] and [`overlays::recover`].
 pub fn end_of_fork(machines: &Machines, images: &Images, forking: &VmRecord) -> Result<VmRecord, Problem> {
-    let now = source::recover(forking).and_then(|record| overlays::recover(&record))?;
+    let now = ending::recover(forking).and_then(|record| overlays::recover(&record))?;
     if let Err(error) = machines.store_for_daemon(&now) {
         tracing::error!(vm = %now.name, %error, "cannot write the machine's record");
     }
-    source::forget_others(images, forking, &now);
+    ending::forget_others(images, forking, &now);
     Ok(now)
 }
 

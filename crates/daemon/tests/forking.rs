@@ -174,6 +174,29 @@ fn write_own_pages(pid: u32, ram: u64) {
 
 /// Whoever has it in hand goes on, and so does it.
 #[test]
+fn a_machine_with_a_device_that_qemu_does_not_save_is_refused_while_it_runs() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    let request = run_request("m", &[&BARE[..], &["-nodefaults", "-device", "amd-iommu"]].concat());
+    let (status, vm) = host.ask("POST", "/v1/vms", Some(&request));
+    assert_eq!(status, 201, "{vm}");
+    let pid = host.pid_of("m");
+    for (path, request) in [
+        (path("m"), json!({ "names": ["x"] })),
+        (path("m"), json!({ "hold": 1 })),
+        ("/v1/vms/m/replace".into(), json!({})),
+    ] {
+        let (status, problem) = host.ask("POST", &path, Some(&request));
+        assert_eq!((status, problem["code"].as_str()), (400, Some("qemu-blocks")), "{problem}");
+        assert!(problem["message"].as_str().is_some_and(|message| message.contains("amd-iommu")), "{problem}");
+    }
+    assert_eq!((host.pid_of("m"), host.state_of("m").as_str(), host.names().len()), (pid, "running", 1));
+    assert_eq!(host.ram_files(), 1);
+}
+
+#[test]
 fn a_machine_that_others_have_in_hand_is_not_forked() {
     if cannot_run() {
         return;

@@ -25,7 +25,7 @@ mod usage;
 
 pub use files::{OpenFile, descriptors_of, open_files};
 pub use interrupt::interrupt;
-pub use maps::{Mapping, Permissions, each_mapping, maps, open_mapped, parse_maps};
+pub use maps::{Mapping, Permissions, each_mapping, maps, open_mapped, open_mapping, parse_maps};
 pub use memory::ProcessMemory;
 pub use pidfd::Pidfd;
 pub use usage::{Usage, process_cpu_time, thread_cpu_time, usage};

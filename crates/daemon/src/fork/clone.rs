@@ -167,6 +167,7 @@ impl Begun {
         let (mut agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
         let ram: Vec<_> = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
         image.lay(&mut agent, &ram).map_err(|error| error.problem())?;
+        tracing::debug!(vm = record.name, "the clone has its memory");
         let failed = |error| control::refused("load the clone's devices", &error);
         let driver = control::destination(&record, log)?.as_clone(connected);
         let mut driver = if record.held.is_some() { driver.staying_paused() } else { driver };
@@ -176,6 +177,7 @@ impl Begun {
         // A QEMU that refuses the state breaks its way: then its reason is the one to tell.
         driver.loaded(DEVICE_TIMEOUT).map_err(failed)?;
         written.map_err(|error| problems::host("cannot give the clone its devices", &error))?;
+        tracing::debug!(vm = record.name, "the clone has its devices");
         // Its guest has done nothing until now.
         image.wait_until_nobody_writes().map_err(|error| error.problem())?;
         if record.running && record.held.is_none() {
@@ -183,6 +185,7 @@ impl Begun {
             reservation.note(&VmRecord { begins: true, ..record.clone() })?;
             driver.start().map_err(|error| control::refused("let the clone run", &error))?;
         }
+        tracing::debug!(vm = record.name, "the clone runs");
         let ms = milliseconds(began.elapsed());
         drop(driver);
         let ready = |held: &Held| Hold::busy(Ready { template: held.template.clone() });

@@ -214,6 +214,13 @@ pub fn stretches(maps: &[Mapping], file: FileId) -> Vec<Stretch> {
     found
 }
 
+/// Whether a file is mapped shared, from its start on, at all of these addresses.
+#[must_use]
+pub fn is_shared(maps: &[Mapping], addresses: &Range<u64>, file: FileId) -> bool {
+    let whole = |part: &Stretch| part.address == addresses.start && part.length >= addresses.end - addresses.start;
+    stretches(maps, file).iter().any(whole)
+}
+
 /// Whether all these addresses are private memory of the process's own, which it may write: anonymous, or with a file
 /// behind it that may be there, or with one that has no name, as pools have none.
 #[must_use]

@@ -187,8 +187,13 @@ fn bring_up(launch: &Launch<'_>, mut blocks: Vec<Block>, mut cleanup: Cleanup) -
     let (place, kind) = (launch.place, launch.ram);
     let process = launch::launch(launch)?;
     cleanup.process = Some(process);
-    let asked = Control::connect_started(&place.qmp).and_then(|mut control| control.inspect());
+    tracing::debug!(qmp = %place.qmp.display(), "QEMU listens");
+    let asked = Control::connect_started(&place.qmp).and_then(|mut control| {
+        tracing::debug!("QEMU answers");
+        control.inspect()
+    });
     let answered = asked.and_then(|about| wait_for_agent(&place.agent, process, kind, &mut blocks).map(|()| about));
+    tracing::debug!("QEMU is up");
     // Whatever it is that did not answer: where QEMU has ended, its own words say why.
     let about = answered.map_err(|problem| launch::ended(launch, process).unwrap_or(problem))?;
     Ok(Started { process, about, blocks, place: place.clone(), cleanup })

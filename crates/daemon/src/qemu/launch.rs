@@ -21,6 +21,8 @@ use super::user::User;
 use crate::problems::host;
 use crate::process::{Identity, restore_file_limit};
 
+/// How often it is looked whether QEMU listens. Clones wait for that, twenty of them at once.
+const LOOK: Duration = Duration::from_millis(2);
 /// How long QEMU may take until its QMP socket answers.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -246,7 +248,7 @@ fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Probl
                 launch,
             ));
         }
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(LOOK);
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_sys::file::{FileId, nobody_writes, reader};
-use sterna_sys::process::open_mapped;
+use sterna_sys::process::open_mapping;
 
 use crate::agent::{AddressRange, Agent, AgentError, MapRun};
 use crate::error::MigrateError;
@@ -54,14 +54,14 @@ impl Image {
     /// # Errors
     /// The process cannot be looked into, or a file of its RAM cannot be opened.
     pub fn of(pid: u32, ram: &[Range<u64>]) -> io::Result<Self> {
-        let areas = Areas::of(pid, ram)?;
+        let (areas, mappings) = Areas::and_mappings(pid, ram)?;
         let mut image = Self::default();
         let mut known: HashMap<FileId, usize> = HashMap::new();
         for area in areas.iter() {
             let at = match known.get(&area.file) {
                 Some(at) => *at,
                 None => {
-                    image.files.push(ImageFile { file: open(pid, area)?, pieces: Vec::new() });
+                    image.files.push(ImageFile { file: open(pid, &mappings, area.file)?, pieces: Vec::new() });
                     *known.entry(area.file).or_insert(image.files.len() - 1)
                 }
             };
@@ -192,11 +192,11 @@ fn pieces(area: &Area, ram: &[Range<u64>]) -> impl Iterator<Item = Piece> {
     })
 }
 
-/// The file of an area, for reading only.
-fn open(pid: u32, area: &Area) -> io::Result<File> {
+/// A file that a process has mapped there, for reading only.
+fn open(pid: u32, mappings: &HashMap<FileId, Range<u64>>, id: FileId) -> io::Result<File> {
     let changed = || io::Error::other("the mappings of the guest's RAM changed while it stood still");
-    let file = open_mapped(pid, area.addresses.start)?.ok_or_else(changed)?;
-    if sterna_sys::file::id(&file)? != area.file {
+    let file = open_mapping(pid, mappings.get(&id).ok_or_else(changed)?)?;
+    if sterna_sys::file::id(&file)? != id {
         return Err(changed());
     }
     Ok(reader(&file)?)

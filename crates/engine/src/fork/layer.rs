@@ -4,8 +4,9 @@
 //! meanwhile is copied again, in the end with the guest stopped. Then the file is mapped in their place. Content stays
 //! what it is at each step: a part that is mapped already reads as the one that is not.
 //!
-//! Pages that are near one another are copied with what lies between them, so that the guest's RAM is in few mappings.
-//! How near they must be for that grows with the number of runs: a guest of which every second page is its own becomes
+//! Pages that are near one another are copied with what lies between them, so that the guest's RAM is in few mappings:
+//! in the pause each costs two calls of the kernel, and every clone maps it again. How near they must be for that grows
+//! with the number of runs: a guest of which every second page is its own becomes
 //! one layer without anything of the former ones, and nothing grows from fork to fork.
 
 use std::fs::File;
@@ -33,6 +34,8 @@ use crate::vmm::Untracked;
 /// them up further. The kernel allows 65,530 of a process in all.
 pub const MOST_PIECES: usize = 8192;
 
+/// What is no farther apart is copied together, bytes: to copy so much before the pause is less than a mapping in it.
+const NEAR: u64 = 8 * PAGE_BYTES as u64;
 /// So few pages are copied in the pause.
 const FEW_PAGES: u64 = 256;
 /// How often pages are copied while the guest runs, at most.
@@ -222,7 +225,7 @@ impl Draft {
         let ram = self.memory.spans();
         let places = own.pages.iter().flat_map(|(chunk, pages)| runs(layout, chunk, pages));
         let ranges: Vec<_> = places.map(|run| run.at(ram[run.block].start)).collect();
-        let runs = near_ones_together(&ranges, &ram, MOST_PIECES.saturating_sub(own.areas).max(1) / 2);
+        let runs = near_ones_together(&ranges, &ram, NEAR, MOST_PIECES.saturating_sub(own.areas).max(1) / 2);
         self.own = Some(own);
         Ok(runs)
     }
@@ -337,8 +340,9 @@ fn in_order(runs: &[Range<u64>]) -> Vec<Range<u64>> {
     runs
 }
 
-/// The same pages in at most so many runs, where that can be: runs of one block that are near each other are one.
-fn near_ones_together(own: &[Range<u64>], ram: &[Range<u64>], most: usize) -> Vec<Range<u64>> {
+/// The same pages in at most so many runs, where that can be: runs of one block that are at least so near each other,
+/// bytes, are one.
+fn near_ones_together(own: &[Range<u64>], ram: &[Range<u64>], mut near: u64, most: usize) -> Vec<Range<u64>> {
     let together = |near: u64| {
         let mut runs: Vec<Range<u64>> = Vec::new();
         for range in own {
@@ -353,7 +357,6 @@ fn near_ones_together(own: &[Range<u64>], ram: &[Range<u64>], most: usize) -> Ve
         runs
     };
     let whole = ram.iter().map(|block| block.end - block.start).max().unwrap_or(0);
-    let mut near = 0;
     loop {
         let runs = together(near);
         if runs.len() <= most || near >= whole {

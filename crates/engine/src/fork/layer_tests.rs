@@ -23,16 +23,18 @@ fn pages(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
 fn near_runs_become_one_until_there_are_few_enough_and_never_across_blocks() {
     let ram = pages(&[0..100, 100..200]);
     let own = pages(&[0..1, 2..3, 6..8, 20..30, 98..100, 100..101]);
-    let runs = |most| near_ones_together(&own, &ram, most);
+    let runs = |most| near_ones_together(&own, &ram, 0, most);
     assert_eq!(runs(10), own);
     assert_eq!(runs(5), pages(&[0..3, 6..8, 20..30, 98..100, 100..101]));
     assert_eq!(runs(4), pages(&[0..8, 20..30, 98..100, 100..101]));
     assert_eq!(runs(1), pages(&[0..100, 100..101]), "as few as there are blocks");
-    assert_eq!(near_ones_together(&[], &ram, 1), []);
-    let apart = near_ones_together(&pages(&[98..99, 101..102]), &ram, 1);
+    assert_eq!(near_ones_together(&[], &ram, 0, 1), []);
+    let near = near_ones_together(&own, &ram, 3 * P, 10);
+    assert_eq!(near, pages(&[0..8, 20..30, 98..100, 100..101]), "what is near enough is one from the start");
+    let apart = near_ones_together(&pages(&[98..99, 101..102]), &ram, 0, 1);
     assert_eq!(apart, pages(&[98..99, 101..102]), "neither begins a block");
     let (ram, own) = (pages(&[100..200, 0..100]), pages(&[101..102, 150..151, 3..4, 5..6]));
-    assert_eq!(near_ones_together(&own, &ram, 2), pages(&[101..151, 3..6]), "in whatever order they lie");
+    assert_eq!(near_ones_together(&own, &ram, 0, 2), pages(&[101..151, 3..6]), "in whatever order they lie");
 }
 
 /// A guest of two blocks in this process, and a layer of it in the making.

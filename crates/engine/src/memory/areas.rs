@@ -6,6 +6,7 @@
 //! smaller as QEMU discards pages. It never makes them larger, and it leaves them alone while a userfaultfd is open: so
 //! a list that is older says *area* of pages that are zeros by now, and never the reverse.
 
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 
@@ -42,11 +43,26 @@ impl Areas {
     /// # Errors
     /// No such process, or this one may not trace it.
     pub fn of(pid: u32, among: &[Range<u64>]) -> io::Result<Self> {
+        Ok(Self::and_mappings(pid, among)?.0)
+    }
+
+    /// The same, and one mapping of each of their files, as the kernel lists it: its file can be had by that. A process
+    /// may have tens of thousands, and to read their list takes milliseconds.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn and_mappings(pid: u32, among: &[Range<u64>]) -> io::Result<(Self, HashMap<FileId, Range<u64>>)> {
         let mut among = among.to_vec();
         among.sort_unstable_by_key(|range| range.start);
-        let mut areas = Self::default();
-        each_mapping(pid, |mapping| areas.add(&mapping, &among))?;
-        Ok(areas)
+        let (mut areas, mut mappings) = (Self::default(), HashMap::new());
+        each_mapping(pid, |mapping| {
+            let before = areas.0.len();
+            areas.add(&mapping, &among);
+            if let Some(file) = mapping.file.filter(|_| areas.0.len() > before) {
+                mappings.entry(file).or_insert(mapping.range);
+            }
+        })?;
+        Ok((areas, mappings))
     }
 
     /// Adds the parts of a mapping behind the others that lie among these addresses, which are in order.

@@ -44,6 +44,8 @@ pub struct Qmp {
     next_id: u64,
     /// Whether the guest switched itself off, by the last event about that.
     guest_off: bool,
+    /// What runs the guest's processors, once it was asked: it stays that.
+    pub(super) accelerator: Option<String>,
     /// Why the connection has ended, set once: nothing more comes from it.
     ended: Option<Ended>,
 }
@@ -98,6 +100,7 @@ impl Qmp {
             events: VecDeque::new(),
             next_id: 1,
             guest_off: false,
+            accelerator: None,
             ended: None,
         };
         let mut patience = Patience::until(Instant::now() + timeout);

@@ -79,10 +79,17 @@ pub fn open_mapped(pid: u32, address: u64) -> Result<Option<File>> {
             found = Some(mapping.range);
         }
     })?;
-    let Some(Range { start, end }) = found else { return Ok(None) };
+    found.map(|mapping| open_mapping(pid, &mapping)).transpose()
+}
+
+/// Opens the file of this mapping of a process, as the kernel lists it, for reading and writing.
+///
+/// # Errors
+/// As [`open_mapped`]. `ENOENT`: the kernel lists no such mapping now.
+pub fn open_mapping(pid: u32, Range { start, end }: &Range<u64>) -> Result<File> {
     let path = format!("/proc/{pid}/map_files/{start:x}-{end:x}");
     let file = File::options().read(true).write(true).open(&path);
-    file.map(Some).map_err(|error| Error::new(format!("open {path}"), error))
+    file.map_err(|error| Error::new(format!("open {path}"), error))
 }
 
 /// The mappings that `text` lists; lines that are not understood are passed over.
