@@ -13,6 +13,7 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::panic::resume_unwind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
@@ -227,10 +228,12 @@ impl Fork<'_> {
             let way = Way { departures, launcher, source: record, spec, plan, overlays, unshare_reserve };
             away = Some(Away::begin(&way, &image, std::mem::take(&mut each), &request.to)?);
         }
+        let all_wait = AtomicBool::new(false);
         let (copied, begun, ready) = std::thread::scope(|scope| {
-            let copied = scope.spawn(|| source.get_ready());
+            let copied = scope.spawn(|| source.get_ready().map(|()| source.empty_page_tables(&all_wait)));
             let begun = several::map(each, |each| plan.begin(self.launcher, &overlays, each));
             let ready = away.as_mut().map_or(Ok(()), Away::wait_until_ready);
+            all_wait.store(true, Ordering::Relaxed);
             (copied.join().unwrap_or_else(|panic| resume_unwind(panic)), begun, ready)
         });
         copied?;

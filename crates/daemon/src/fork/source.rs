@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use sterna_api::{Blame, Code, ForkRequest, MemoryMode, Problem};
 use sterna_engine::agent::{AddressRange, Advice, Agent, AgentError, UnderWay};
@@ -65,6 +66,8 @@ pub struct Freezing {
     private: Vec<Block>,
     /// Of shared RAM, what stands for it afterwards.
     stand_ins: Vec<StandIn>,
+    /// And what its page tables are still to be emptied of.
+    mapped: Vec<AddressRange>,
     /// Of private RAM, the file that its own pages become, once they are copied.
     draft: Option<Draft>,
     /// A directory on the file system of machines' RAM.
@@ -138,8 +141,8 @@ impl Source {
             MemoryMode::Private if !request.to.is_empty() => Some(draft(record, &addresses, dir, past)?.whole()),
             _ => None,
         };
-        let (record, stand_ins, dir) = (record.clone(), Vec::new(), dir.to_owned());
-        let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft, dir, past, begun: false };
+        let (record, stand_ins, mapped, dir) = (record.clone(), Vec::new(), Vec::new(), dir.to_owned());
+        let mut freezing = Freezing { record, agent, ram, private, stand_ins, mapped, draft, dir, past, begun: false };
         freezing.prepare(launcher).map_err(|error| host("cannot prepare the machine's RAM", &error))?;
         Ok(Self { driver, freezing, about, qmp, disks, overlays: None, running })
     }
@@ -216,6 +219,11 @@ impl Source {
         let prepared = self.driver.prepare();
         prepared.map_err(|error| control::refused("prepare to save its devices", &error))?;
         self.copy_ahead()
+    }
+
+    /// As [`Freezing::empty_page_tables`].
+    pub fn empty_page_tables(&mut self, no_time_left: &AtomicBool) {
+        self.freezing.empty_page_tables(no_time_left);
     }
 
     /// There will be no pause: its QEMU's settings are what they were.
@@ -316,7 +324,7 @@ impl Freezing {
         }
     }
 
-    /// Looks where the files of shared RAM have data, has the agent do so, and empties the page tables of that.
+    /// Looks where the files of shared RAM have data, and has the agent do so.
     fn look_ahead(&mut self) -> io::Result<()> {
         let pid = self.record.process.pid;
         let each = self.stand_ins.iter_mut().zip(&self.record.blocks).zip(&self.ram);
@@ -328,10 +336,25 @@ impl Freezing {
                 tracing::debug!(%error, "where its RAM has data is looked for in the guest's pause");
             }
             if is_shared(&maps(pid)?, ram, block.file()?) {
-                empty_page_tables(&mut self.agent, ram.start, &data);
+                self.mapped.extend(steps(ram.start, &data));
             }
         }
         Ok(())
+    }
+
+    /// Has the kernel forget where QEMU has mapped the pages of files, of which RAM is a shared mapping, until there is
+    /// no time for more. They stay in the files with all that was written, and the guest, which runs, finds each again
+    /// with a fault: it has to after the fork, too, in a new mapping. What is left in the page tables is unmapped after
+    /// the pause, page by page, and clones wait for that: 0.2 s for 3 GiB.
+    pub fn empty_page_tables(&mut self, no_time_left: &AtomicBool) {
+        let steps = std::mem::take(&mut self.mapped);
+        for step in steps.iter().take_while(|_| !no_time_left.load(Ordering::Relaxed)) {
+            if let Err(error) = self.agent.advise(Advice::DontNeed, std::slice::from_ref(step)) {
+                tracing::debug!(%error, "what its RAM was is unmapped after the guest's pause");
+                return;
+            }
+        }
+        tracing::debug!(steps = steps.len(), "page tables are empty, as far as there was time");
     }
 
     /// Makes the guest's RAM, which nothing uses now, what others can begin as.
@@ -424,14 +447,8 @@ fn bridged(data: &[Range<u64>]) -> u64 {
     holes.get(MOST_PIECES / 2).map_or(0, |hole| hole + 1)
 }
 
-/// Has the kernel forget where QEMU has mapped these pages of a file, of which RAM is a shared mapping. They stay in
-/// the file with all that was written, and the guest, which runs, finds each again with a fault: it has to after the
-/// fork, too, in a new mapping. What is left in the page tables is unmapped after the pause, page by page, and clones
-/// wait for that: 0.2 s for 3 GiB. Here it is done while their QEMUs start.
-fn empty_page_tables(agent: &mut Agent, ram: u64, data: &[Range<u64>]) {
-    let steps = data.iter().flat_map(|run| run.clone().step_by(EMPTIED_AT_ONCE as usize).map(|at| (at, run.end)));
-    let range = |(at, end): (u64, u64)| AddressRange { address: ram + at, length: EMPTIED_AT_ONCE.min(end - at) };
-    if let Err(error) = agent.advise(Advice::DontNeed, &steps.map(range).collect::<Vec<_>>()) {
-        tracing::debug!(%error, "what its RAM was is unmapped after the guest's pause");
-    }
+/// Data of a file that is RAM, in steps of [`EMPTIED_AT_ONCE`].
+fn steps(ram: u64, data: &[Range<u64>]) -> impl Iterator<Item = AddressRange> {
+    let each = data.iter().flat_map(|run| run.clone().step_by(EMPTIED_AT_ONCE as usize).map(|at| (at, run.end)));
+    each.map(move |(at, end)| AddressRange { address: ram + at, length: EMPTIED_AT_ONCE.min(end - at) })
 }
