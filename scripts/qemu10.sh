@@ -32,7 +32,7 @@ qemu_10_wrapper() {
 #!/bin/sh
 # Made by ./x: QEMU 10.0 out of its own folder. A complaint about a module under /usr is harmless: QEMU looks there
 # too, and refuses what belongs to another version.
-# Without another process, which would take as long as a third of QEMU's own start.
+# Without another program, which would take as long as a third of QEMU's own start.
 self=$0
 [ ! -h "$self" ] || self=$(readlink -f "$self")
 here=$(cd "${self%/*}" && pwd)

@@ -6,8 +6,8 @@
 //!
 //! Pages that are near one another are copied with what lies between them, so that the guest's RAM is in few mappings:
 //! in the pause each costs two calls of the kernel, and every clone maps it again. How near they must be for that grows
-//! with the number of runs: a guest of which every second page is its own becomes
-//! one layer without anything of the former ones, and nothing grows from fork to fork.
+//! with the number of runs: a guest of which every second page is its own becomes one layer without anything of the
+//! former ones, and nothing grows from fork to fork.
 
 use std::fs::File;
 use std::io;
