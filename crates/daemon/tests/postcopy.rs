@@ -84,7 +84,9 @@ fn a_destination_daemon_that_is_killed_while_pages_follow_takes_the_rest_when_it
         a.get("/v1/vms/m")["migration"]["waiting_for"].to_string().contains(&b.address())
     });
     b.start_daemon();
-    assert_eq!((b.state_of("m"), b.pid_of("m")), ("running".into(), pid));
+    // A QEMU that waits for a page itself says how its guest is once that has come.
+    eventually("it says that it runs", || b.state_of("m") == "running");
+    assert_eq!(b.pid_of("m"), pid);
     assert!(missing(&b) > 0);
     a.hurry();
     let report = &a.ended(id)[0];

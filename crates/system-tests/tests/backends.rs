@@ -36,7 +36,7 @@ fn file_backend(path: &Path) -> String {
 #[test]
 fn ram_that_cannot_be_moved_is_refused_with_the_reason_and_runs_on() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let site = Site::without_guest(&Plan::small());
@@ -91,7 +91,7 @@ impl Drop for HugePages {
 #[test]
 fn ram_in_huge_pages_is_refused_with_the_reason() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let Some(huge) = HugePages::take(32) else {
@@ -107,7 +107,7 @@ fn ram_in_huge_pages_is_refused_with_the_reason() {
 #[test]
 fn a_machine_with_several_blocks_of_ram_moves_to_and_fro() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let ram = tmpfs();
@@ -154,7 +154,7 @@ const DISK_BYTES: usize = 48 << 20;
 #[test]
 fn a_disk_read_by_direct_io_through_the_migration_arrives_in_ram() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     // On a disk: where the kernel copies, as on a tmpfs, no device writes past the page tables.
@@ -214,7 +214,7 @@ fn qmp(stream: &mut BufReader<UnixStream>, command: &str) -> serde_json::Value {
 #[test]
 fn a_balloon_that_takes_and_gives_back_memory_through_the_migration_leaves_both_sides_equal() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

@@ -248,7 +248,7 @@ fn disturbed(site: &GangSite, names: &[&str], (fault, moment, then): (Fault, Mom
 /// what a gang shares is in its pool, and lives on.
 #[test]
 fn whatever_becomes_of_a_member_in_whichever_phase_the_others_arrive_and_nothing_is_left() {
-    if left_to_another_day(5) {
+    if left_to_another_day(9) {
         return;
     }
     let mut cases = MEMBER.iter().take(times(4, MEMBER.len())).copied().peekable();

@@ -7,7 +7,7 @@ use sterna_system_tests::{Census, Plan, Point, Proxy, Site, cli, needs, on_share
 
 /// Both hosts before and after `work`, whatever it does.
 fn leaves_nothing(work: impl Fn(&mut Site)) {
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     on_shared_site(|site| {

@@ -45,7 +45,7 @@ fn agrees(report: &Report) {
 #[test]
 fn a_guest_in_private_memory_moves_in_every_mode_and_gives_its_free_memory_back() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = private_site();
@@ -85,7 +85,7 @@ fn allocated_bytes(site: &Site) -> u64 {
 #[test]
 fn a_guest_in_private_memory_gets_all_its_pages_though_both_daemons_are_killed_meanwhile() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = private_site();
@@ -119,7 +119,7 @@ fn a_guest_in_private_memory_gets_all_its_pages_though_both_daemons_are_killed_m
 #[test]
 fn a_guest_whose_last_pages_ended_with_the_qemu_that_it_left_stands_still_and_both_hosts_say_so() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let site = private_site();
@@ -170,7 +170,7 @@ fn may_be_merged(site: &Site) -> bool {
 #[test]
 fn pages_are_merged_in_the_hosts_trust_group_alone_and_a_guest_moves_while_they_are() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let group = |name: &str| ["--memory-mode", "private", "--trust-group", name].map(str::to_owned).to_vec();

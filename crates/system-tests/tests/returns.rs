@@ -18,7 +18,7 @@ fn site(plan: &Plan) -> Site {
 /// A site for a test of one guest; `None` where it is skipped.
 fn with_guest(test: impl FnOnce(&mut Site)) {
     let _turn = turn();
-    if !left_to_another_day(6) && !skip_without(&needs::GUEST) {
+    if !left_to_another_day(12) && !skip_without(&needs::GUEST) {
         test(&mut site(&Plan::small()));
     }
 }
@@ -33,7 +33,7 @@ fn kept_at(site: &Site, host: &str) -> String {
 /// that saves depends on the machine: the slower a migration is, the more the guest writes meanwhile.
 fn goes_to_and_fro(plan: &Plan) {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(12) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site(plan);
@@ -176,7 +176,7 @@ fn whichever_daemon_is_killed_in_whichever_phase_a_guest_that_returns_goes_on() 
 #[test]
 fn a_gang_that_returns_three_times_is_sent_what_it_has_changed_and_shares_as_before() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(12) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = GangSite::that_keeps(3, "checker:--mib,16,--rate,2,--seed,1{number}");

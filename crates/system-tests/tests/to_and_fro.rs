@@ -55,7 +55,7 @@ fn a_guest_survives_many_migrations_in_a_row_and_nothing_is_left_over() {
 #[test]
 fn a_versioned_machine_goes_to_and_fro_between_qemu_7_2_and_10_0() {
     let _turn = turn();
-    if left_to_another_day(5) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat()) {
+    if left_to_another_day(9) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat()) {
         return;
     }
     let qemu = [tools::qemu_7_2().unwrap(), tools::qemu_10_0().unwrap()];
@@ -66,7 +66,7 @@ fn a_versioned_machine_goes_to_and_fro_between_qemu_7_2_and_10_0() {
 #[test]
 fn a_guest_under_load_survives_many_hybrid_migrations_in_a_row_and_nothing_is_left_over() {
     let _turn = turn();
-    if !left_to_another_day(5) && !skip_without(&needs::GUEST) {
+    if !left_to_another_day(9) && !skip_without(&needs::GUEST) {
         let jobs = "checker:--mib,24,--rate,8;dirtier:--mib,48,--rate,24".into();
         to_and_fro(&Plan { jobs, ..Plan::small() }, "hybrid", times(4, 100));
     }

@@ -30,7 +30,7 @@ pub const SLOW: [&str; 4] = ["--mode", "precopy", "--bandwidth", "1MB"];
 
 /// Runs a test with the guest that all of them share, where that can be had.
 pub fn with_guest(test: impl FnOnce(&mut Site)) {
-    if !left_to_another_day(6) && !skip_without(&needs::GUEST) {
+    if !left_to_another_day(9) && !skip_without(&needs::GUEST) {
         on_shared_site(test);
     }
 }

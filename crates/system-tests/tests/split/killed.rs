@@ -109,7 +109,7 @@ fn comes_together(mut site: Site) {
 #[test]
 fn a_split_guest_that_moves_is_whole_at_whichever_record_a_daemon_of_its_is_killed() {
     let _turn = turn();
-    if left_to_another_day(4) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = on_its_way();
@@ -141,7 +141,7 @@ fn a_split_guest_that_moves_is_whole_at_whichever_record_a_daemon_of_its_is_kill
 #[test]
 fn a_split_guest_that_moves_is_whole_at_whichever_message_a_daemon_of_its_is_killed() {
     let _turn = turn();
-    if left_to_another_day(4) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = on_its_way();
@@ -170,7 +170,7 @@ fn a_split_guest_that_moves_is_whole_at_whichever_message_a_daemon_of_its_is_kil
 #[test]
 fn a_guest_that_is_merged_is_whole_at_whichever_record_its_daemon_is_killed() {
     let _turn = turn();
-    if left_to_another_day(4) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();

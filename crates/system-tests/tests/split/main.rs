@@ -315,7 +315,7 @@ fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
 #[test]
 fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = killed::on_its_way();
@@ -371,7 +371,7 @@ fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there(
 #[test]
 fn a_split_guest_that_ends_leaves_nothing_behind_anywhere() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -388,7 +388,7 @@ fn a_split_guest_that_ends_leaves_nothing_behind_anywhere() {
 #[test]
 fn a_split_guest_under_churn_loses_no_page_while_its_free_memory_is_taken() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { hosts: ["a", "b", "c"].map(str::to_owned).into(), ..Plan::churning() };
@@ -421,7 +421,7 @@ fn a_split_guest_under_churn_loses_no_page_while_its_free_memory_is_taken() {
 #[test]
 fn a_split_guest_under_churn_loses_no_page_while_its_balloon_grows_and_shrinks_and_it_moves() {
     let _turn = turn();
-    if left_to_another_day(4) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan {
