@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use sterna_sys::process::{comm, cpu_time_of};
 
 use super::movers;
 use super::runner::done;
 use crate::error::Result;
 use crate::footprint::{Footprint, Peak};
 use crate::gang::Moved;
+use crate::lab::cgroup::Group;
 use crate::lab::{Lab, net};
 use crate::load::{Sample, mean_between};
 use crate::result::Run;
@@ -64,6 +66,8 @@ pub(super) struct Source {
 /// The counters before the migration.
 pub(super) struct Before {
     pub(super) cpu: Duration,
+    /// What of that the daemons have taken, as far as they live.
+    pub(super) daemons: Duration,
     pub(super) link: (u64, u64),
     /// How many processes at the destination the kernel has killed for their memory.
     pub(super) killed: u64,
@@ -73,8 +77,16 @@ impl Before {
     pub(super) fn read(lab: &Lab) -> Result<Self> {
         let (a, b) = (lab.host("a")?, lab.host("b")?);
         let cpu = a.group.cpu_time()? + b.group.cpu_time()?;
-        Ok(Self { cpu, link: net::link_bytes(lab.name(), "a")?, killed: b.group.killed_for_memory()? })
+        let daemons = daemons_cpu_time(&a.group) + daemons_cpu_time(&b.group);
+        Ok(Self { cpu, daemons, link: net::link_bytes(lab.name(), "a")?, killed: b.group.killed_for_memory()? })
     }
+}
+
+/// The processor time that the daemons in a control group have taken.
+fn daemons_cpu_time(group: &Group) -> Duration {
+    let daemons = group.processes().into_iter().map(|process| process.pid);
+    let daemons = daemons.filter(|pid| comm(*pid).is_ok_and(|name| name == "sternad"));
+    daemons.filter_map(|pid| cpu_time_of(pid).ok()).sum()
 }
 
 /// Bytes in MiB.
@@ -92,6 +104,7 @@ impl Measured {
         let cpu_s = after.cpu.saturating_sub(before.cpu).as_secs_f64();
         self.note("wall_ms", wall.as_secs_f64() * 1e3);
         self.note("cpu_s", cpu_s);
+        self.note("daemons_cpu_s", after.daemons.saturating_sub(before.daemons).as_secs_f64());
         self.note("cpu_added_s", cpu_s - idle * wall.as_secs_f64());
         self.note("link_bytes", after.link.0.saturating_sub(before.link.0) as f64);
     }
