@@ -17,6 +17,8 @@ use serde_json::{Value, json};
 
 /// Ends a wait that is hopeless, and nothing else: no result depends on it, however slow the machine.
 pub const PATIENCE: Duration = Duration::from_secs(300);
+/// How long a QEMU may answer nobody because others have the processors.
+const BUSY: Duration = Duration::from_secs(60);
 
 /// A machine with firmware and nothing else: it runs for ever.
 pub const BARE: [&str; 8] = ["-machine", "q35", "-accel", "tcg", "-display", "none", "-vga", "none"];
@@ -323,9 +325,16 @@ impl Host {
         list.as_array().expect("a list").iter().filter_map(|vm| vm["name"].as_str()).map(String::from).collect()
     }
 
+    /// A QEMU that gets no processor on a busy machine answers nobody for seconds, and is said to be lost then: it is
+    /// asked again for a while.
     pub fn state_of(&self, name: &str) -> String {
-        let (_, vm) = self.ask("GET", &format!("/v1/vms/{name}"), None);
-        vm["state"].as_str().unwrap_or("none").into()
+        let deadline = Instant::now() + BUSY;
+        loop {
+            let (_, vm) = self.ask("GET", &format!("/v1/vms/{name}"), None);
+            if vm["state"] != "lost" || Instant::now() > deadline {
+                return vm["state"].as_str().unwrap_or("none").into();
+            }
+        }
     }
 
     pub fn pid_of(&self, name: &str) -> u32 {
