@@ -18,16 +18,8 @@ fn with_balloon() -> Host {
 }
 
 fn set(host: &Host, setting: Value) -> Value {
-    let mut answer = host.ask("PUT", PATH, Some(&setting));
     // While its guest's firmware is at work on a busy machine, QEMU may answer nobody for seconds.
-    eventually("QEMU answers", || {
-        let silent = answer.1["code"] == "qmp-unreachable";
-        if silent {
-            answer = host.ask("PUT", PATH, Some(&setting));
-        }
-        !silent
-    });
-    let (status, vm) = answer;
+    let (status, vm) = host.ask_while("PUT", PATH, &setting, |answer| answer["code"] == "qmp-unreachable");
     assert_eq!(status, 200, "{vm}");
     vm["balloon"].clone()
 }

@@ -17,8 +17,6 @@ use serde_json::{Value, json};
 
 /// Ends a wait that is hopeless, and nothing else: no result depends on it, however slow the machine.
 pub const PATIENCE: Duration = Duration::from_secs(300);
-/// How long a QEMU may answer nobody because others have the processors.
-const BUSY: Duration = Duration::from_secs(60);
 
 /// A machine with firmware and nothing else: it runs for ever.
 pub const BARE: [&str; 8] = ["-machine", "q35", "-accel", "tcg", "-display", "none", "-vga", "none"];
@@ -320,21 +318,27 @@ impl Host {
         assert_eq!(status, 200, "{answer}");
     }
 
+    /// Asks until the answer is another than such a one, which says to ask again.
+    pub fn ask_while(&self, method: &str, path: &str, request: &Value, again: impl Fn(&Value) -> bool) -> (u16, Value) {
+        let mut answer = self.ask(method, path, Some(request));
+        eventually("it need not be asked again", || {
+            let again = again(&answer.1);
+            if again {
+                answer = self.ask(method, path, Some(request));
+            }
+            !again
+        });
+        answer
+    }
+
     pub fn names(&self) -> Vec<String> {
         let list = self.get("/v1/vms");
         list.as_array().expect("a list").iter().filter_map(|vm| vm["name"].as_str()).map(String::from).collect()
     }
 
-    /// A QEMU that gets no processor on a busy machine answers nobody for seconds, and is said to be lost then: it is
-    /// asked again for a while.
     pub fn state_of(&self, name: &str) -> String {
-        let deadline = Instant::now() + BUSY;
-        loop {
-            let (_, vm) = self.ask("GET", &format!("/v1/vms/{name}"), None);
-            if vm["state"] != "lost" || Instant::now() > deadline {
-                return vm["state"].as_str().unwrap_or("none").into();
-            }
-        }
+        let (_, vm) = self.ask("GET", &format!("/v1/vms/{name}"), None);
+        vm["state"].as_str().unwrap_or("none").into()
     }
 
     pub fn pid_of(&self, name: &str) -> u32 {
