@@ -73,7 +73,13 @@ fn describe(balloons: &Balloons, name: &str, entry: &Entry) -> Vm {
         },
     };
     let state = match shown {
-        Shown::Asked => asked(&record.qmp, &mut note),
+        Shown::Asked => match asked(&record.qmp, &mut note) {
+            // It waits for one of the pages that are elsewhere, most likely: it has not ended.
+            VmState::Lost if (arriving.is_some() || split.is_some()) && record.process.open().is_some() => {
+                VmState::Running
+            }
+            state => state,
+        },
         Shown::As { state, note: more, progress } => {
             note = note.or(more);
             migration = progress.map(|progress| *progress);

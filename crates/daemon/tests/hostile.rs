@@ -7,8 +7,9 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde_json::json;
-use support::{Host, Stranger, agent, cannot_run, eventually, qemu};
+use support::{Host, Stranger, agent, cannot_run, eventually, qemu, signal};
 
 /// Longer than anything here takes, on any machine.
 const FOR_EVER: Duration = Duration::from_secs(180);
@@ -214,8 +215,7 @@ fn qemus_that_stand_still_are_waited_for_side_by_side() {
         host.run(name);
     }
     for name in &names[1..] {
-        let pid = rustix::process::Pid::from_raw(host.pid_of(name) as i32).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+        signal(host.pid_of(name), Signal::STOP);
     }
     let began = std::time::Instant::now();
     let states: Vec<_> = host.get("/v1/vms").as_array().unwrap().iter().map(|vm| vm["state"].clone()).collect();

@@ -5,7 +5,8 @@ mod support;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use support::{BARE, Host, cannot_run, eventually, run_request, runs};
+use rustix::process::Signal;
+use support::{BARE, Host, cannot_run, eventually, run_request, runs, signal};
 
 #[test]
 fn a_machine_is_started_shown_and_stopped_without_a_trace() {
@@ -140,8 +141,7 @@ fn a_machine_that_ended_while_the_daemon_was_away_leaves_the_list() {
     host.run("a");
     let pid = host.pid_of("a");
     host.kill_daemon();
-    let process = rustix::process::Pid::from_raw(pid as i32).unwrap();
-    rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+    signal(pid, Signal::KILL);
     eventually("QEMU has ended", || !runs(pid));
     host.start_daemon();
     assert!(host.names().is_empty());
@@ -155,9 +155,8 @@ fn a_machine_whose_qemu_dies_leaves_the_list_and_its_log_stays() {
     }
     let host = Host::start();
     host.run("a");
-    let process = rustix::process::Pid::from_raw(host.pid_of("a") as i32).unwrap();
     // QEMU writes a line about the signal that ends it.
-    rustix::process::kill_process(process, rustix::process::Signal::TERM).unwrap();
+    signal(host.pid_of("a"), Signal::TERM);
     eventually("it is forgotten", || host.names().is_empty());
     assert_eq!(host.ram_files(), 0);
     let log = std::fs::read_to_string(host.state().join("logs/a.log")).unwrap();

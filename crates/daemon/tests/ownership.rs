@@ -7,10 +7,11 @@ mod support;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use sterna_engine::host::{MigrationId, Verdict};
 use sterna_engine::source::ask_verdict;
-use support::{BARE, Host, cannot_run, eventually, run_request, runs};
+use support::{BARE, Host, cannot_run, eventually, run_request, runs, signal};
 
 /// The migration's number.
 const ID: u64 = 7;
@@ -62,11 +63,6 @@ fn waits_because(host: &Host, words: &str) {
     assert_eq!(host.state_of("m"), "waiting-for-peer", "{}", note(host));
 }
 
-fn signal(pid: u32, signal: rustix::process::Signal) {
-    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
-    rustix::process::kill_process(pid, signal).expect("it runs");
-}
-
 /// A daemon that gave up once its first rollback had failed left the guest standing still for ever, and took it for one
 /// that belongs here: `lost` as long as its QEMU hung, then `paused`. (Seen so.)
 #[test]
@@ -85,7 +81,7 @@ fn a_guest_whose_qemu_hangs_at_the_switchover_runs_on_by_itself_when_it_goes_on(
     };
     eventually("its pages go and it stands still", switchover);
     // As storage does that hangs: it answers nobody.
-    signal(pid, rustix::process::Signal::STOP);
+    signal(pid, Signal::STOP);
     b.kill_daemon();
     patiently("the migration ends", || a.get(&format!("/v1/migrations/{id}"))["ended"] == true);
     let report = &a.get(&format!("/v1/migrations/{id}"))["migrations"][0];
@@ -102,7 +98,7 @@ fn a_guest_whose_qemu_hangs_at_the_switchover_runs_on_by_itself_when_it_goes_on(
         assert_eq!(a.refused("POST", "/v1/migrations", &json!({ "vms": ["m"], "to": "h:1" })), "vm-busy");
         assert_eq!(a.refused("POST", "/v1/vms/m/resume", &json!({ "to": "h:1" })), "not-migrating");
     }
-    signal(pid, rustix::process::Signal::CONT);
+    signal(pid, Signal::CONT);
     let (status, problem) = a.ask("POST", "/v1/vms/m/resume", Some(&json!({})));
     assert_eq!(status, 202, "at once by a person's hand: {problem}");
     patiently("it runs on", || a.state_of("m") == "running");
@@ -125,7 +121,7 @@ fn a_guest_that_is_being_given_back_can_be_given_up() {
     let path = host.state().join("vms/m/vm.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace(r#""here""#, &format!(r#"{{ "outgoing": {ID} }}"#))).unwrap();
-    signal(pid, rustix::process::Signal::STOP);
+    signal(pid, Signal::STOP);
     host.start_daemon();
     assert_eq!(host.state_of("m"), "resuming");
     let (status, problem) = host.ask("DELETE", "/v1/vms/m?force=true", None);
@@ -333,7 +329,7 @@ fn a_committed_guest_whose_qemu_hangs_when_its_daemon_comes_back_runs_when_it_go
     let text = text.replace(r#""here""#, &format!(r#"{{ "incoming": {ID} }}"#));
     std::fs::write(&path, text.replace(r#""running": false"#, r#""running": true"#)).unwrap();
     write_stage(&host, r#""committed""#);
-    signal(pid, rustix::process::Signal::STOP);
+    signal(pid, Signal::STOP);
     for _ in 0..2 {
         host.start_daemon();
         assert_eq!(host.state_of("m"), "resuming", "{}", note(&host));
@@ -342,7 +338,7 @@ fn a_committed_guest_whose_qemu_hangs_when_its_daemon_comes_back_runs_when_it_go
         host.kill_daemon();
     }
     host.start_daemon();
-    signal(pid, rustix::process::Signal::CONT);
+    signal(pid, Signal::CONT);
     patiently("it runs", || host.state_of("m") == "running");
     assert_eq!(host.pid_of("m"), pid);
 }

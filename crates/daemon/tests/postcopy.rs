@@ -6,9 +6,10 @@ mod support;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use support::pools::fork;
-use support::{BARE, FULL, Host, cannot_run, eventually, run_request, runs};
+use support::{BARE, FULL, Host, cannot_run, eventually, run_request, runs, signal};
 
 /// A source and a destination where `m` runs while its pages still follow, for as long as the source does not
 /// [hurry](Host::hurry); the migration's number.
@@ -54,6 +55,23 @@ fn both_ends_say_that_pages_follow_and_let_nothing_come_between() {
     // As any other machine from now on.
     let back = b.ended(b.migrate(&["m"], &a.address(), json!({ "mode": "hybrid", "verify": true })));
     assert_eq!((&back[0]["status"], &back[0]["verify"]["mismatches"]), (&json!("completed"), &json!(0)), "{}", back[0]);
+}
+
+/// A QEMU that waits for a page itself answers nobody.
+#[test]
+fn a_guest_whose_qemu_does_not_answer_while_pages_follow_is_not_said_to_be_lost() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b, id) = pages_follow();
+    signal(b.pid_of("m"), Signal::STOP);
+    let shown = b.get("/v1/vms/m");
+    assert_eq!((&shown["state"], shown["arriving"].is_object()), (&json!("running"), true), "{shown}");
+    assert!(shown["note"].to_string().contains("does not answer"), "{shown}");
+    signal(b.pid_of("m"), Signal::CONT);
+    a.hurry();
+    assert_eq!(a.ended(id)[0]["status"], "completed");
+    whole_at(&b, &a);
 }
 
 #[test]

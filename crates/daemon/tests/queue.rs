@@ -5,8 +5,9 @@ mod support;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
-use support::{BARE, Host, cannot_run, eventually, run_request};
+use support::{BARE, Host, cannot_run, eventually, run_request, signal};
 
 /// Slow enough to be caught under way: a bare machine has some 700 KiB that are not zero.
 fn slow() -> Value {
@@ -199,8 +200,7 @@ fn a_machine_that_ends_while_it_waits_leaves_the_queue() {
     eventually("the first is on its way", || moving(&a, "m1"));
     let second = a.migrate(&["m2"], &b.address(), json!({}));
     eventually("the second waits", || waits_for(&a, "m2", "other migrations"));
-    let pid = rustix::process::Pid::from_raw(a.pid_of("m2") as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    signal(a.pid_of("m2"), Signal::KILL);
     let report = &a.ended(second)[0];
     assert_eq!((&report["status"], &report["error"]["guest"]), (&json!("failed"), &json!("gone")), "{report}");
     eventually("it is off the list", || a.names() == ["m1"]);

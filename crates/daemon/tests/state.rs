@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use serde_json::json;
-use support::{BARE, Host, Stranger, cannot_run, eventually, fill, run_request, runs, small_host};
+use support::{BARE, Host, Stranger, cannot_run, eventually, fill, run_request, runs, signal, small_host};
 
 const NOBODY: u32 = 65534;
 
@@ -402,21 +403,18 @@ fn qemus_that_do_not_answer_hold_each_other_up_neither_at_a_start_nor_in_a_list(
     }
     let mut host = Host::start();
     let names = ["a", "b", "c", "d", "e", "f"];
-    let signal = |pid: u32, signal| {
-        rustix::process::kill_process(rustix::process::Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
-    };
     let pids = names.map(|name| {
         host.run(name);
         host.pid_of(name)
     });
     host.kill_daemon();
-    pids.into_iter().for_each(|pid| signal(pid, rustix::process::Signal::STOP));
+    pids.into_iter().for_each(|pid| signal(pid, Signal::STOP));
     // One after the other they would take 30 s each time, and neither call waits so long.
     let began = Instant::now();
     host.start_daemon();
     assert_eq!(host.names(), names);
     assert!(began.elapsed() < Duration::from_secs(25), "{:?}", began.elapsed());
-    pids.into_iter().for_each(|pid| signal(pid, rustix::process::Signal::CONT));
+    pids.into_iter().for_each(|pid| signal(pid, Signal::CONT));
     for name in names {
         eventually("it answers again", || host.state_of(name) == "running");
     }

@@ -13,6 +13,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 /// Ends a wait that is hopeless, and nothing else: no result depends on it, however slow the machine.
@@ -208,8 +209,7 @@ impl Host {
     /// As a service manager would.
     pub fn stop_daemon(&mut self) -> std::process::ExitStatus {
         let mut daemon = self.daemon.take().expect("it runs");
-        let pid = rustix::process::Pid::from_child(&daemon);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
+        signal(daemon.id(), Signal::TERM);
         daemon.wait().expect("it ends")
     }
 
@@ -419,13 +419,19 @@ pub fn end_machine(pid: u32) {
     end_process(pid, "sterna-host-");
 }
 
+/// Sends a signal to a process of this test's.
+pub fn signal(pid: u32, signal: Signal) {
+    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).expect("a process");
+    rustix::process::kill_process(pid, signal).expect("it runs");
+}
+
 /// Ends a process, where its arguments name this test's directory: numbers are used again.
 fn end_process(pid: u32, mark: &str) {
     let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     if arguments.contains(mark)
         && let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw)
     {
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        let _ = rustix::process::kill_process(pid, Signal::KILL);
     }
 }
 
