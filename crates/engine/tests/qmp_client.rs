@@ -56,6 +56,43 @@ fn events_between_command_and_reply_are_kept_in_order() {
 }
 
 #[test]
+fn commands_that_are_given_together_have_each_its_own_result() {
+    let (mut qmp, peer) = peer(|stream| {
+        // All of them are there before one is answered.
+        let mut lines = BufReader::new(&*stream).lines();
+        let commands: Vec<Value> =
+            (0..3).map(|_| serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap()).collect();
+        let answer = |number: usize, mut answer: Value| {
+            answer["id"] = commands[number]["id"].clone();
+            assert_eq!(commands[number]["execute"], ["a", "b", "c"][number]);
+            writeln!(&*stream, "{answer}").unwrap();
+        };
+        answer(0, json!({ "return": 0 }));
+        writeln!(&*stream, "{}", event("BETWEEN", json!({}))).unwrap();
+        answer(1, json!({ "error": { "class": "GenericError", "desc": "not that one" } }));
+        answer(2, json!({ "return": 2 }));
+    });
+    let [a, b, c] = qmp.execute_all(["a", "b", "c"].map(|command| (command, json!({}))), LONG).unwrap();
+    assert_eq!((a.unwrap(), c.unwrap()), (json!(0), json!(2)));
+    let refused = b.unwrap_err();
+    assert!(matches!(&refused, VmmError::Refused { command, reason } if command == "b" && reason == "not that one"));
+    assert_eq!(qmp.poll_event().unwrap().unwrap().name, "BETWEEN");
+    peer.join().unwrap();
+}
+
+/// What was answered before it ended is of no use to who has asked for all.
+#[test]
+fn a_qemu_that_ends_between_two_answers_has_ended() {
+    let (mut qmp, peer) = peer(|stream| {
+        let first = read_command(stream);
+        writeln!(stream, "{}", json!({ "return": 0, "id": first["id"] })).unwrap();
+    });
+    let asked = qmp.execute_all(["a", "b"].map(|command| (command, json!({}))), LONG);
+    assert!(matches!(asked, Err(VmmError::Gone { guest_off: false })), "{asked:?}");
+    peer.join().unwrap();
+}
+
+#[test]
 fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
     let (go, wait) = std::sync::mpsc::channel();
     let (mut qmp, peer) = peer(move |stream| {

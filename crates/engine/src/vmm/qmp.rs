@@ -210,6 +210,38 @@ impl Qmp {
         Ok(())
     }
 
+    /// Runs commands that need not wait for one another, without arguments where those are `json!({})`: their results, in
+    /// this order. QEMU gets all of them at once, and is waited for once.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`]; what QEMU refuses is the result of that command alone.
+    pub fn execute_all<const N: usize>(
+        &mut self,
+        commands: [(&str, Value); N],
+        timeout: Duration,
+    ) -> Result<[Result<Value, VmmError>; N], VmmError> {
+        let results = self.execute_each(&commands, timeout)?;
+        results.try_into().map_err(|_| silent("several commands", timeout))
+    }
+
+    /// The same of as many as there are.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute_all`].
+    pub fn execute_each(
+        &mut self,
+        commands: &[(&str, Value)],
+        timeout: Duration,
+    ) -> Result<Vec<Result<Value, VmmError>>, VmmError> {
+        let deadline = Instant::now() + timeout;
+        let first = self.next_id;
+        let lines: String = commands.iter().map(|(command, arguments)| self.line(command, arguments)).collect();
+        self.send(lines.as_bytes(), None, deadline, timeout, "several commands")?;
+        // It answers in this order.
+        let each = (first..).zip(commands);
+        each.map(|(id, (command, _))| self.answer(id, command, deadline, timeout)).collect()
+    }
+
     fn command(
         &mut self,
         command: &str,
@@ -219,16 +251,32 @@ impl Qmp {
     ) -> Result<Value, VmmError> {
         let deadline = Instant::now() + timeout;
         let id = self.next_id;
-        self.next_id += 1;
-        let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
-        line.push('\n');
+        let line = self.line(command, &arguments);
         self.send(line.as_bytes(), fd, deadline, timeout, command)?;
+        self.answer(id, command, deadline, timeout)?
+    }
+
+    /// A command as QEMU takes it, with the next number.
+    fn line(&mut self, command: &str, arguments: &Value) -> String {
+        let line = json!({ "execute": command, "arguments": arguments, "id": self.next_id }).to_string() + "\n";
+        self.next_id += 1;
+        line
+    }
+
+    /// The result of the command with this number.
+    fn answer(
+        &mut self,
+        id: u64,
+        command: &str,
+        deadline: Instant,
+        timeout: Duration,
+    ) -> Result<Result<Value, VmmError>, VmmError> {
         let mut patience = Patience::until(deadline);
         loop {
             match self.receive(deadline, command)? {
-                Some(Message::Return { id: answered, value }) if answered == Some(id) => return Ok(value),
+                Some(Message::Return { id: answered, value }) if answered == Some(id) => return Ok(Ok(value)),
                 Some(Message::Error { id: answered, reason }) if answered == Some(id) => {
-                    return Err(VmmError::Refused { command: command.to_owned(), reason });
+                    return Ok(Err(VmmError::Refused { command: command.to_owned(), reason }));
                 }
                 // An answer that came too late for an earlier command, or an event.
                 Some(_) if !patience.is_over() => {}

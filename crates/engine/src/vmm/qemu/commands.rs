@@ -43,9 +43,12 @@ pub(super) fn tell_monitor(qmp: &mut Qmp, command: &str, within: Duration) -> Re
 
 /// QEMU's state of the guest, by its own name, and whether virtual processors run.
 pub(super) fn guest_status(qmp: &mut Qmp) -> Result<(String, bool), VmmError> {
-    let reply = ask(qmp, "query-status")?;
-    let status = reply["status"].as_str().unwrap_or("unknown").to_owned();
-    Ok((status, reply["running"].as_bool().unwrap_or(false)))
+    ask(qmp, "query-status").map(|reply| status_in(&reply))
+}
+
+/// The same in the answer to `query-status`.
+pub(super) fn status_in(reply: &Value) -> (String, bool) {
+    (reply["status"].as_str().unwrap_or("unknown").to_owned(), reply["running"].as_bool().unwrap_or(false))
 }
 
 /// The numbers of the threads that run the guest's processors.

@@ -4,16 +4,8 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::commands::ask;
-use crate::vmm::VmmError;
-use crate::vmm::qmp::Qmp;
-
-/// The file of each image: of several that lie over one another, that of the uppermost.
-pub(super) fn images(qmp: &mut Qmp) -> Result<Vec<PathBuf>, VmmError> {
-    Ok(files(&ask(qmp, "query-block")?))
-}
-
-fn files(list: &Value) -> Vec<PathBuf> {
+/// The file of each image in the answer to `query-block`: of several that lie over one another, that of the uppermost.
+pub(super) fn files(list: &Value) -> Vec<PathBuf> {
     let devices = list.as_array().into_iter().flatten();
     devices.filter_map(|device| file(device["inserted"]["file"].as_str()?)).collect()
 }

@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::commands::{COMMAND_TIMEOUT, ask, guest_status};
+use super::commands::{COMMAND_TIMEOUT, status_in};
 use super::{images, past};
 use crate::vmm::qmp::{Qmp, Version};
 use crate::vmm::{Untracked, VmmError};
@@ -101,20 +101,37 @@ impl Inspection {
 /// # Errors
 /// [`VmmError`] where QEMU does not answer. What a version does not know to say is left empty.
 pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
-    let (status, running) = guest_status(qmp)?;
-    let machine = property(qmp, "/machine", "type")?.unwrap_or_default();
-    let size = optional(qmp, "query-memory-size-summary", json!({}))?;
+    let [peripheral, anonymous] = DEVICE_PATHS.map(list_question);
+    let none = || json!({});
+    let [status, machine, size, memory, migration, blocks, nodes, networks, peripheral, anonymous] = qmp.execute_all(
+        [
+            ("query-status", none()),
+            property_question("/machine", "type"),
+            ("query-memory-size-summary", none()),
+            ("query-memdev", none()),
+            ("query-migrate", none()),
+            ("query-block", none()),
+            nodes_question(),
+            ("human-monitor-command", json!({ "command-line": "info network" })),
+            peripheral,
+            anonymous,
+        ],
+        COMMAND_TIMEOUT,
+    )?;
+    let (status, running) = status_in(&status?);
+    let machine = text(machine).unwrap_or_default();
+    let size = size.unwrap_or_default();
     let bytes = |name: &str| size[name].as_u64().unwrap_or(0);
-    let devices = devices(qmp)?;
-    let past::Nodes { foreign, direct: mut direct_io, unknown: mut untold_io } = block_nodes(qmp)?;
+    let devices = devices_in(&[peripheral, anonymous].map(Result::unwrap_or_default));
+    let past::Nodes { foreign, direct: mut direct_io, unknown: mut untold_io } =
+        past::nodes(&nodes.unwrap_or_default());
     let passing = passing(qmp, &devices)?;
     direct_io.extend(passing.iter().cloned());
     untold_io.extend(passing);
     let kinds = devices.into_iter().map(|(_, kind)| kind);
     let mut foreign_writers: Vec<String> = kinds.filter(|kind| past::is_foreign(kind)).collect();
-    foreign_writers.extend(foreign_networks(qmp)?);
+    foreign_writers.extend(foreign_networks(&text(networks).unwrap_or_default()));
     foreign_writers.extend(foreign);
-    let blockers = strings(&ask(qmp, "query-migrate")?["blocked-reasons"]);
     Ok(Inspection {
         version: qmp.version(),
         status,
@@ -123,13 +140,13 @@ pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
         accelerator: accelerator(qmp)?,
         cpu: cpu(qmp)?,
         ram_bytes: bytes("base-memory").saturating_add(bytes("plugged-memory")),
-        memory_devices: memory_devices(qmp)?,
+        memory_devices: memory_devices(qmp, &memory?)?,
         direct_io,
         untold_io,
         may_nest: may_nest(qmp)?,
         foreign_writers,
-        blockers,
-        images: images::images(qmp)?,
+        blockers: strings(&migration?["blocked-reasons"]),
+        images: images::files(&blocks?),
     })
 }
 
@@ -156,16 +173,28 @@ fn cpu(qmp: &mut Qmp) -> Result<Option<String>, VmmError> {
     Ok(kind.map(|kind| kind.strip_suffix(&suffix).unwrap_or(&kind).to_owned()))
 }
 
-fn memory_devices(qmp: &mut Qmp) -> Result<Vec<MemoryDevice>, VmmError> {
+/// What there is to know of the memory back ends that the answer to `query-memdev` names.
+fn memory_devices(qmp: &mut Qmp, list: &Value) -> Result<Vec<MemoryDevice>, VmmError> {
+    let id = |entry: &Value| entry["id"].as_str().unwrap_or_default().to_owned();
+    let of = |entry: &Value| {
+        let object = format!("/objects/{}", id(entry));
+        ["type", "mem-path"].map(|name| property_question(&object, name))
+    };
+    let questions: Vec<_> = items(list).iter().flat_map(of).collect();
+    let mut answers = qmp.execute_each(&questions, COMMAND_TIMEOUT)?.into_iter().map(text);
     let mut devices = Vec::new();
-    for entry in items(&ask(qmp, "query-memdev")?) {
-        let id = entry["id"].as_str().unwrap_or_default().to_owned();
-        let object = format!("/objects/{id}");
-        let kind = property(qmp, &object, "type")?.unwrap_or_else(|| "unknown".to_owned());
+    for entry in items(list) {
+        let kind = answers.next().flatten().unwrap_or_else(|| "unknown".to_owned());
         // Refused for kinds that have no path.
-        let path = property(qmp, &object, "mem-path")?.filter(|path| !path.is_empty());
+        let path = answers.next().flatten().filter(|path| !path.is_empty());
         let share = entry["share"].as_bool().unwrap_or(false);
-        devices.push(MemoryDevice { id, kind, path, size_bytes: entry["size"].as_u64().unwrap_or(0), share });
+        devices.push(MemoryDevice {
+            id: id(entry),
+            kind,
+            path,
+            size_bytes: entry["size"].as_u64().unwrap_or(0),
+            share,
+        });
     }
     Ok(devices)
 }
@@ -179,32 +208,35 @@ pub(super) fn may_nest(qmp: &mut Qmp) -> Result<bool, VmmError> {
     }
     let cpus = optional(qmp, "query-cpus-fast", json!({}))?;
     let Some(path) = cpus[0]["qom-path"].as_str() else { return Ok(false) };
-    for feature in ["vmx", "svm"] {
-        if optional(qmp, "qom-get", json!({ "path": path, "property": feature }))?.as_bool() == Some(true) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+    let features = ["vmx", "svm"].map(|feature| property_question(path, feature));
+    let has = qmp.execute_all(features, COMMAND_TIMEOUT)?;
+    Ok(has.into_iter().any(|feature| feature.unwrap_or_default().as_bool() == Some(true)))
 }
 
 /// Block nodes that read past the page tables, or may.
 pub(super) fn block_nodes(qmp: &mut Qmp) -> Result<past::Nodes, VmmError> {
-    Ok(past::nodes(&optional(qmp, "query-named-block-nodes", json!({ "flat": true }))?))
+    let (command, arguments) = nodes_question();
+    Ok(past::nodes(&optional(qmp, command, arguments)?))
 }
 
 /// The devices that were asked for: where each is, and its type.
 fn devices(qmp: &mut Qmp) -> Result<Vec<(String, String)>, VmmError> {
+    let lists = qmp.execute_all(DEVICE_PATHS.map(list_question), COMMAND_TIMEOUT)?;
+    Ok(devices_in(&lists.map(Result::unwrap_or_default)))
+}
+
+/// The same in the lists of [`DEVICE_PATHS`].
+fn devices_in(lists: &[Value; 2]) -> Vec<(String, String)> {
     let mut found = Vec::new();
-    for path in DEVICE_PATHS {
-        let children = optional(qmp, "qom-list", json!({ "path": path }))?;
-        for child in items(&children) {
+    for (path, children) in DEVICE_PATHS.iter().zip(lists) {
+        for child in items(children) {
             let kind = child["type"].as_str().and_then(|kind| kind.strip_prefix("child<")?.strip_suffix('>'));
             if let Some((name, kind)) = child["name"].as_str().zip(kind) {
                 found.push((format!("{path}/{name}"), kind.to_owned()));
             }
         }
     }
-    Ok(found)
+    found
 }
 
 /// The types of those devices that pass their guest's SCSI commands through to the host's.
@@ -228,17 +260,36 @@ pub(super) fn passes_commands(qmp: &mut Qmp) -> Result<bool, VmmError> {
 }
 
 /// Network back ends are in no object tree; only the monitor for people lists them, `NAME: index=0,type=KIND,…`.
-fn foreign_networks(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
-    let list = optional(qmp, "human-monitor-command", json!({ "command-line": "info network" }))?;
-    let kinds = list.as_str().unwrap_or_default().split(',').filter_map(|part| part.trim().strip_prefix("type="));
+fn foreign_networks(list: &str) -> impl Iterator<Item = String> {
+    let kinds = list.split(',').filter_map(|part| part.trim().strip_prefix("type="));
     let kinds = kinds.filter_map(|kind| kind.split_whitespace().next());
-    Ok(kinds.filter(|kind| past::is_foreign(kind)).map(str::to_owned).collect())
+    kinds.filter(|kind| past::is_foreign(kind)).map(str::to_owned)
+}
+
+/// The question for an object's property.
+fn property_question(path: &str, name: &str) -> (&'static str, Value) {
+    ("qom-get", json!({ "path": path, "property": name }))
+}
+
+/// The question for what an object has.
+fn list_question(path: &str) -> (&'static str, Value) {
+    ("qom-list", json!({ "path": path }))
+}
+
+/// The question for all block nodes.
+fn nodes_question() -> (&'static str, Value) {
+    ("query-named-block-nodes", json!({ "flat": true }))
+}
+
+/// An answer that is a text; `None` where it is none, or QEMU refused it.
+fn text(answer: Result<Value, VmmError>) -> Option<String> {
+    answer.ok()?.as_str().map(str::to_owned)
 }
 
 /// An object's property that is a text; `None` where it has none of that name.
 fn property(qmp: &mut Qmp, path: &str, name: &str) -> Result<Option<String>, VmmError> {
-    let value = optional(qmp, "qom-get", json!({ "path": path, "property": name }))?;
-    Ok(value.as_str().map(str::to_owned))
+    let (command, arguments) = property_question(path, name);
+    Ok(optional(qmp, command, arguments)?.as_str().map(str::to_owned))
 }
 
 /// A command that this QEMU may not know or not serve: null where it refuses.
