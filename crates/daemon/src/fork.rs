@@ -11,14 +11,12 @@
 
 use std::collections::HashSet;
 use std::fs::File;
-use std::panic::resume_unwind;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
-use sterna_api::{Blame, Cloned, Code, ForkRequest, Forked, MemoryMode, NotCloned, Problem};
+use sterna_api::{Cloned, Code, ForkRequest, Forked, NotCloned, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::fork::{NotSaved, Saved};
 use sterna_engine::memory::unneeded::mark_as_pool;
@@ -26,21 +24,22 @@ use sterna_sys::host::random_u128;
 
 use crate::care::Care;
 use crate::link::new_mac;
-use crate::machines::claim::Reservation;
 use crate::machines::control;
 use crate::machines::hold::{Hold, InPlace};
 use crate::machines::images::Images;
-use crate::machines::overlay::{Overlay, TEMPLATE};
+use crate::machines::overlay::Overlay;
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
 use crate::machines::table::Machines;
 use crate::migration::address::check_address;
 use crate::migration::departures::Departures;
 use crate::migration::incoming::Destination;
-use crate::migration::promises::Promise;
 use crate::migration::resuming;
 use crate::problems::{check_name, host, invalid};
 use crate::several;
+
+/// What is done while the guest runs.
+mod prepare;
 
 /// The machine that is forked.
 pub mod source;
@@ -63,12 +62,11 @@ pub mod templates;
 /// Clones that are held ready.
 pub mod warm;
 
-use away::{Away, Way};
-use clone::{Begun, Plan};
-use overlays::{Made, Overlays};
+use clone::Begun;
+use prepare::Clones;
 use source::{Frozen, Source};
 use templates::template_name;
-use warm::{MOST_CLONES, WarmPools, check_hold, content_bytes, needed_bytes};
+use warm::{MOST_CLONES, WarmPools, check_hold};
 
 /// What it takes to fork a machine.
 #[derive(Debug)]
@@ -103,7 +101,6 @@ impl Fork<'_> {
         let (source, clones) = prepared.map_err(|problem| self.stays(&record, problem))?;
         let overlays = source.overlays().to_vec();
         let (prepare_ms, running) = (milliseconds(began.elapsed()), source.running);
-        let machine = source.machine().to_owned();
         // Pages that only the clones will need stay.
         let _held = self.here.pools.hold();
         let Paused { frozen, saved, clones, now } = self.pause(&record, source, clones)?;
@@ -144,7 +141,7 @@ impl Fork<'_> {
             let source = VmRecord { overlays: Vec::new(), ..now.clone() };
             let source = VmRecord { arguments: record.arguments.clone(), bases: record.bases.clone(), ..source };
             let ram = (Arc::clone(&frozen.image), &saved.devices[..]);
-            let made = self.warm.make(request, source, &overlays, &machine, ram);
+            let made = self.warm.make(request, source, &overlays, &record.machine, ram);
             made.inspect(|_| of_the_template.keep())
         });
         if !now.overlays.is_empty() {
@@ -173,102 +170,6 @@ impl Fork<'_> {
                 Ok(forked)
             }
         }
-    }
-
-    /// All that can be done while the guest runs.
-    fn prepare(&self, record: &VmRecord, request: &ForkRequest, doing: &InPlace) -> Result<(Source, Clones), Problem> {
-        if request.hold.is_some() {
-            self.check_template(record, request)?;
-        }
-        let reserved = request.names.iter().map(|name| Reservation::starting(&self.care.machines, name));
-        let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
-        let mut source = Source::reach(record, self.launcher, self.here.pools.dir(), request)?;
-        doing.found(source.running);
-        tracing::debug!("it can be forked");
-        match self.ready(&mut source, reserved, record, request) {
-            Ok(clones) => Ok((source, clones)),
-            Err(problem) => {
-                source.called_off();
-                Err(problem)
-            }
-        }
-    }
-
-    /// Has all of it ready for the pause.
-    fn ready(
-        &self,
-        source: &mut Source,
-        reserved: Vec<Reservation>,
-        record: &VmRecord,
-        request: &ForkRequest,
-    ) -> Result<Clones, Problem> {
-        let machine = source.machine().to_owned();
-        let plan = Plan::new(record, &machine, request)?;
-        let overlays = Overlays::plan(record, source.disks().to_vec(), request)?;
-        plan.check(&overlays)?;
-        let room = self.promise_room(record, request)?;
-        if !overlays.all.is_empty() {
-            let making = VmRecord { overlays: overlays.all.clone(), ..record.clone() };
-            let stored = self.care.machines.store(&making);
-            stored.map_err(|error| host("cannot write the machine's record", &error))?;
-            source.make_overlays(&overlays)?;
-        }
-        let each = request.names.iter().cloned().zip(reserved);
-        let each = each.map(|(name, reservation)| {
-            let disks = source.take_overlays(&name);
-            (name, reservation, disks)
-        });
-        let (mut each, mut away) = (each.collect::<Vec<_>>(), None);
-        let of_the_template = source.take_overlays(TEMPLATE);
-        if !request.to.is_empty() {
-            let Self { departures, launcher, here, .. } = *self;
-            let (spec, plan, overlays, unshare_reserve) = (source.spec(), &plan, &overlays, here.unshare_reserve);
-            let image =
-                source.image_file().map_err(|error| host("cannot open what the clones are to begin as", &error))?;
-            let way = Way { departures, launcher, source: record, spec, plan, overlays, unshare_reserve };
-            away = Some(Away::begin(&way, &image, std::mem::take(&mut each), &request.to)?);
-        }
-        let all_wait = AtomicBool::new(false);
-        let (copied, begun, ready) = std::thread::scope(|scope| {
-            let copied = scope.spawn(|| source.get_ready().map(|()| source.empty_page_tables(&all_wait)));
-            let begun = several::map(each, |each| plan.begin(self.launcher, &overlays, each));
-            let ready = away.as_mut().map_or(Ok(()), Away::wait_until_ready);
-            all_wait.store(true, Ordering::Relaxed);
-            (copied.join().unwrap_or_else(|panic| resume_unwind(panic)), begun, ready)
-        });
-        copied?;
-        ready?;
-        let here = begun.into_iter().collect::<Result<_, _>>()?;
-        // What the guest has written since.
-        source.copy_ahead()?;
-        Ok(Clones { here, away, of_the_template, room })
-    }
-
-    /// Checks that a template can be made of a machine.
-    fn check_template(&self, record: &VmRecord, request: &ForkRequest) -> Result<(), Problem> {
-        self.warm.templates.check_free(template_name(request, &record.name))?;
-        let Some(begun_as) = record.template() else { return Ok(()) };
-        let (name, file) = (&record.name, begun_as.path.display());
-        let message = format!("no template can be made of '{name}': its memory began as {file}, which is not Sterna's");
-        Err(Problem::new(Code::CannotFork, Blame::Request, message).hint("fork it into clones with names"))
-    }
-
-    /// Has room promised for the clones' QEMUs, for what is kept back of what they may write, and for the copy of the
-    /// pages that a guest in private memory has for its own; where they go to other hosts, for the copy of private
-    /// memory that is what they begin as. Once they are there their records say that.
-    fn promise_room(&self, record: &VmRecord, request: &ForkRequest) -> Result<Option<Promise>, Problem> {
-        let (here, name) = (self.here, &record.name);
-        if !request.to.is_empty() && record.memory_mode == MemoryMode::Shared {
-            return Ok(None);
-        }
-        let content = content_bytes(record);
-        if !request.to.is_empty() {
-            return here.promise(&format!("a copy of the memory of '{name}'"), content).map(Some);
-        }
-        let clones = request.names.len() as u64 + u64::from(request.hold.unwrap_or(0));
-        let copied = if record.memory_mode == MemoryMode::Private { record.allocated_bytes() } else { 0 };
-        let needed = needed_bytes(content, here.unshare_reserve, clones).saturating_add(copied);
-        here.promise(&format!("what may become of {clones} clones of '{name}'"), needed).map(Some)
     }
 
     /// The pause. Whatever becomes of it, the machine is given back, and what is on record of it is so.
@@ -420,18 +321,6 @@ pub fn end_of_fork(machines: &Machines, images: &Images, forking: &VmRecord) -> 
 /// Whether a machine's QEMU has ended, with which something did not work.
 fn has_ended(record: &VmRecord, problem: &Problem) -> bool {
     record.process.has_ended(matches!(problem.code, Code::QemuGone | Code::GuestOff))
-}
-
-/// Clones before they run.
-struct Clones {
-    /// Those of this host.
-    here: Vec<Begun>,
-    /// Those that go to others.
-    away: Option<Away>,
-    /// The overlays that clones of the template get copies of.
-    of_the_template: Made,
-    /// The memory that all of them may need, until they are there.
-    room: Option<Promise>,
 }
 
 /// A machine that has been forked, and its clones before they run.

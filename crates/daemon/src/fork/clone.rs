@@ -2,13 +2,17 @@
 
 use std::io::Write;
 use std::net::Shutdown;
+use std::ops::Range;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use sterna_api::units::milliseconds;
 use sterna_api::{Cloned, ForkRequest, MemoryMode, Problem};
+use sterna_engine::agent::Agent;
 use sterna_engine::fork::Image;
-use sterna_engine::vmm::Destination;
+use sterna_engine::vmm::qemu::QemuDestination;
+use sterna_engine::vmm::{Destination, VmmError};
 
 use super::overlays::{Made, Overlays};
 use crate::care::Care;
@@ -135,7 +139,8 @@ impl<'a> Plan<'a> {
             let cards = link::cards(&mut control)?;
             record.new_cards = new_mac::plan(&record, &mut control, &cards)?;
         }
-        Ok(Begun { started, disks, reservation, record, log: log_file(&dir), connected: self.given })
+        let inlet = Inlet::open(&record, log_file(&dir), self.given)?;
+        Ok(Begun { started, disks, reservation, record, inlet })
     }
 }
 
@@ -146,9 +151,29 @@ pub struct Begun {
     disks: Made,
     reservation: Reservation,
     record: VmRecord,
-    log: PathBuf,
-    /// Its network is its user's.
-    connected: bool,
+    inlet: Inlet,
+}
+
+/// What brings a clone to life, reached before its source stands still.
+struct Inlet {
+    agent: Agent,
+    /// Where its QEMU has its RAM.
+    ram: Vec<Range<u64>>,
+    driver: QemuDestination,
+    /// On which that waits for its devices.
+    devices: UnixStream,
+}
+
+impl Inlet {
+    /// Of a clone whose QEMU was just started and writes to `log`. `connected`: its network is its user's.
+    fn open(record: &VmRecord, log: PathBuf, connected: bool) -> Result<Self, Problem> {
+        let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+        let ram = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
+        let driver = control::destination(record, log)?.as_clone(connected);
+        let mut driver = if record.held.is_some() { driver.staying_paused() } else { driver };
+        let devices = driver.prepare().map_err(|error| not_loaded(&error))?;
+        Ok(Self { agent, ram, driver, devices })
+    }
 }
 
 impl Begun {
@@ -163,19 +188,14 @@ impl Begun {
     /// A [`Problem`]; nothing of it is left.
     pub fn load(self, care: &Care, image: &Image, devices: &[u8], began: Instant) -> Result<Cloned, Problem> {
         // The last one is dropped first: a QEMU that may run ends before its overlays are looked at.
-        let Self { connected, log, record, reservation, disks, started } = self;
-        let (mut agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
-        let ram: Vec<_> = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
+        let Self { record, reservation, disks, inlet, started } = self;
+        let Inlet { mut agent, ram, mut driver, devices: mut stream } = inlet;
         image.lay(&mut agent, &ram).map_err(|error| error.problem())?;
         tracing::debug!(vm = record.name, "the clone has its memory");
-        let failed = |error| control::refused("load the clone's devices", &error);
-        let driver = control::destination(&record, log)?.as_clone(connected);
-        let mut driver = if record.held.is_some() { driver.staying_paused() } else { driver };
-        let mut stream = driver.prepare().map_err(failed)?;
         let written = stream.set_write_timeout(Some(DEVICE_TIMEOUT)).and_then(|()| stream.write_all(devices));
         let _ = stream.shutdown(Shutdown::Write);
         // A QEMU that refuses the state breaks its way: then its reason is the one to tell.
-        driver.loaded(DEVICE_TIMEOUT).map_err(failed)?;
+        driver.loaded(DEVICE_TIMEOUT).map_err(|error| not_loaded(&error))?;
         written.map_err(|error| problems::host("cannot give the clone its devices", &error))?;
         tracing::debug!(vm = record.name, "the clone has its devices");
         // Its guest has done nothing until now.
@@ -197,4 +217,8 @@ impl Begun {
         }
         Ok(Cloned { vm: record.name, pid: record.process.pid, ms, host: None, lacks: None })
     }
+}
+
+fn not_loaded(error: &VmmError) -> Problem {
+    control::refused("load the clone's devices", error)
 }

@@ -99,34 +99,44 @@ pub struct Frozen {
     pub late_bytes: u64,
 }
 
+/// Checks by what is on record of a machine that it can be forked.
+///
+/// # Errors
+/// A [`Problem`]: what is in the way.
+pub fn check(record: &VmRecord) -> Result<(), Problem> {
+    let name = &record.name;
+    if !record.managed_ram {
+        return Err(refused(name, "its RAM was not made by Sterna", "start it with 'sterna run'"));
+    }
+    if let Some((item, reason)) = arguments::unfit_for_private(&arguments::parse(&record.arguments)) {
+        let why = format!("it was started with '-{}': {reason}", item.option);
+        return Err(refused(name, &why, "start it without"));
+    }
+    record.check_settled()?;
+    record.check_template()
+}
+
+fn refused(name: &str, why: &str, hint: &str) -> Problem {
+    Problem::new(Code::CannotFork, Blame::Request, format!("'{name}' cannot be forked: {why}")).hint(hint)
+}
+
 impl Source {
-    /// Reaches a machine, and checks that it can be forked. `dir` is on the file system of machines' RAM.
+    /// Reaches a machine that was [checked](check), and checks by what its QEMU says that it can be forked. `dir` is on
+    /// the file system of machines' RAM.
     ///
     /// # Errors
     /// A [`Problem`]: who does not answer, or what is in the way.
     pub fn reach(record: &VmRecord, launcher: &Launcher, dir: &Path, request: &ForkRequest) -> Result<Self, Problem> {
         let name = &record.name;
-        let refuse = |why: &str, hint: &str| {
-            let message = format!("'{name}' cannot be forked: {why}");
-            Err(Problem::new(Code::CannotFork, Blame::Request, message).hint(hint))
-        };
-        if !record.managed_ram {
-            return refuse("its RAM was not made by Sterna", "start it with 'sterna run'");
-        }
-        if let Some((item, reason)) = arguments::unfit_for_private(&arguments::parse(&record.arguments)) {
-            return refuse(&format!("it was started with '-{}': {reason}", item.option), "start it without");
-        }
-        record.check_settled()?;
         let mut control = Control::connect(&record.qmp)?;
         let about = control.inspect()?;
         check_movable(name, "be forked", &about)?;
         check_disks(record, &about)?;
-        record.check_template()?;
         let disks = writable_disks(control.qmp()).map_err(|error| control::refused("tell its disks", &error))?;
         if !disks.is_empty() && !request.overlay_disks {
             let list: Vec<&str> = disks.iter().map(|disk| disk.name.as_str()).collect();
             let why = format!("its clones would write the same disk ({})", list.join(", "));
-            return refuse(&why, "with --overlay-disks each has an overlay of its own");
+            return Err(refused(name, &why, "with --overlay-disks each has an overlay of its own"));
         }
         let qmp = control.share();
         let mut driver = control::source(record, SharedQmp::clone(&qmp))?;
@@ -198,11 +208,6 @@ impl Source {
             (None, [block]) => block.open(self.freezing.record.process.pid),
             _ => Err(io::Error::other("its RAM is in several blocks")),
         }
-    }
-
-    /// The exact machine type.
-    pub fn machine(&self) -> &str {
-        &self.about.machine
     }
 
     /// The record of the machine while it is forked.
