@@ -18,11 +18,11 @@ use super::overlays::{Made, Overlays};
 use crate::care::Care;
 use crate::link::{self, new_mac};
 use crate::machines::claim::Reservation;
-use crate::machines::control::{self, Control};
+use crate::machines::control;
 use crate::machines::held::{Held, Ready};
 use crate::machines::hold::Hold;
 use crate::machines::record::{Memory, VmRecord};
-use crate::machines::start::{Launcher, Started};
+use crate::machines::start::{Launcher, Reached, Started};
 use crate::problems;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::launch::{log_file, qmp_socket};
@@ -120,7 +120,7 @@ impl<'a> Plan<'a> {
         let ram = ram.as_ref().map(|(bytes, path)| (*bytes, path.as_path()));
         let all = arguments::for_incoming(&items, &Additions { name, qmp: &qmp, ram, huge: false }, self.machine, &[]);
         let kind = launcher.ram_kind(MemoryMode::Private, source.trust_group.as_deref());
-        let started = launcher.start(&source.qemu_path, &all, name, (kind, blocks), None)?;
+        let (started, mut reached) = launcher.start_reached(&source.qemu_path, &all, name, (kind, blocks), None)?;
         let memory = Memory { bytes: source.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
         let mut record = VmRecord {
             memory_mode: MemoryMode::Private,
@@ -135,11 +135,10 @@ impl<'a> Plan<'a> {
             ..VmRecord::new(name, arguments::unparse(&items), started.qemu(source.qemu_path.clone()), memory)
         };
         if self.new_mac {
-            let mut control = Control::connect(&record.qmp)?;
-            let cards = link::cards(&mut control)?;
-            record.new_cards = new_mac::plan(&record, &mut control, &cards)?;
+            let cards = link::cards(&mut reached.control)?;
+            record.new_cards = new_mac::plan(&record, &mut reached.control, &cards)?;
         }
-        let inlet = Inlet::open(&record, log_file(&dir), self.given)?;
+        let inlet = Inlet::open(reached, &record, log_file(&dir), self.given)?;
         Ok(Begun { started, disks, reservation, record, inlet })
     }
 }
@@ -165,11 +164,11 @@ struct Inlet {
 }
 
 impl Inlet {
-    /// Of a clone whose QEMU was just started and writes to `log`. `connected`: its network is its user's.
-    fn open(record: &VmRecord, log: PathBuf, connected: bool) -> Result<Self, Problem> {
-        let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+    /// Of a clone whose QEMU was just reached and writes to `log`. `connected`: its network is its user's.
+    fn open(reached: Reached, record: &VmRecord, log: PathBuf, connected: bool) -> Result<Self, Problem> {
+        let Reached { control, agent, addresses } = reached;
         let ram = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
-        let driver = control::destination(record, log)?.as_clone(connected);
+        let driver = control::destination_over(control, record, log)?.as_clone(connected);
         let mut driver = if record.held.is_some() { driver.staying_paused() } else { driver };
         let devices = driver.prepare().map_err(|error| not_loaded(&error))?;
         Ok(Self { agent, ram, driver, devices })

@@ -159,7 +159,14 @@ pub fn source(record: &VmRecord, qmp: SharedQmp) -> Result<QemuSource, Problem> 
 /// # Errors
 /// A [`Problem`] where its QEMU does not answer.
 pub fn destination(record: &VmRecord, log: PathBuf) -> Result<QemuDestination, Problem> {
-    let control = Control::connect_started(&record.qmp)?;
+    destination_over(Control::connect_started(&record.qmp)?, record, log)
+}
+
+/// The same over this connection.
+///
+/// # Errors
+/// A [`Problem`] where its QEMU has ended.
+pub fn destination_over(control: Control, record: &VmRecord, log: PathBuf) -> Result<QemuDestination, Problem> {
     let driver = QemuDestination::new(control.share(), open(record.process)?, Some(ErrorLog::new(log)));
     Ok(if record.running { driver } else { driver.staying_paused() })
 }

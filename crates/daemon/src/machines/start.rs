@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_api::{Blame, Code, MemoryMode, Problem};
+use sterna_engine::agent::Agent;
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_sys::host;
 
@@ -66,9 +67,24 @@ impl Launcher {
         binary: &Path,
         arguments: &[String],
         name: &str,
-        (kind, mut blocks): (RamKind, Vec<Block>),
+        ram: (RamKind, Vec<Block>),
         template: Option<&File>,
     ) -> Result<Started, Problem> {
+        self.start_reached(binary, arguments, name, ram, template).map(|(started, _)| started)
+    }
+
+    /// The same; what came up stays reached.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_reached(
+        &self,
+        binary: &Path,
+        arguments: &[String],
+        name: &str,
+        (kind, mut blocks): (RamKind, Vec<Block>),
+        template: Option<&File>,
+    ) -> Result<(Started, Reached), Problem> {
         let dir = &self.state.vm(name);
         let place = Place::first(dir);
         let agent = self.library_for(&place)?;
@@ -118,7 +134,7 @@ impl Launcher {
             made.map_err(|error| problems::host("cannot make the machine's files", &error))?;
         }
         let launch = Launch { binary, arguments, place: &place, inherited, agent: &agent, ram, template: None, user };
-        bring_up(&launch, blocks, cleanup)
+        bring_up(&launch, blocks, cleanup).map(|(started, _)| started)
     }
 
     /// The library inside QEMU, for one whose sockets have paths that a socket may have.
@@ -183,25 +199,32 @@ pub fn check_sockets(place: &Place) -> Result<(), Problem> {
 }
 
 /// Starts QEMU, and looks at what came up.
-fn bring_up(launch: &Launch<'_>, mut blocks: Vec<Block>, mut cleanup: Cleanup) -> Result<Started, Problem> {
+fn bring_up(launch: &Launch<'_>, mut blocks: Vec<Block>, mut cleanup: Cleanup) -> Result<(Started, Reached), Problem> {
     let (place, kind) = (launch.place, launch.ram);
     let process = launch::launch(launch)?;
     cleanup.process = Some(process);
     tracing::debug!(qmp = %place.qmp.display(), "QEMU listens");
-    let asked = Control::connect_started(&place.qmp).and_then(|mut control| {
+    let mut reach = || {
+        let mut control = Control::connect_started(&place.qmp)?;
         tracing::debug!("QEMU answers");
-        control.inspect()
-    });
-    let answered = asked.and_then(|about| wait_for_agent(&place.agent, process, kind, &mut blocks).map(|()| about));
-    tracing::debug!("QEMU is up");
+        let about = control.inspect()?;
+        let (agent, addresses) = wait_for_agent(&place.agent, process, kind, &mut blocks)?;
+        tracing::debug!("QEMU is up");
+        Ok((about, Reached { control, agent, addresses }))
+    };
     // Whatever it is that did not answer: where QEMU has ended, its own words say why.
-    let about = answered.map_err(|problem| launch::ended(launch, process).unwrap_or(problem))?;
-    Ok(Started { process, about, blocks, place: place.clone(), cleanup })
+    let (about, reached) = reach().map_err(|problem| launch::ended(launch, process).unwrap_or(problem))?;
+    Ok((Started { process, about, blocks, place: place.clone(), cleanup }, reached))
 }
 
 /// Waits until the agent answers: its thread begins beside QEMU's own, and on a busy host QEMU may be the first to
-/// answer. Then it must see all of the RAM.
-fn wait_for_agent(socket: &Path, process: Identity, kind: RamKind, blocks: &mut [Block]) -> Result<(), Problem> {
+/// answer. Then it must see all of the RAM: the address of each block.
+fn wait_for_agent(
+    socket: &Path,
+    process: Identity,
+    kind: RamKind,
+    blocks: &mut [Block],
+) -> Result<(Agent, Vec<u64>), Problem> {
     let deadline = Instant::now() + AGENT_TIMEOUT;
     let mut agent = loop {
         match agent::connect(socket, process.pid) {
@@ -214,7 +237,19 @@ fn wait_for_agent(socket: &Path, process: Identity, kind: RamKind, blocks: &mut 
     if let RamKind::Private { .. } = kind {
         control::find_private(&mut agent, blocks)?;
     }
-    control::addresses(&mut agent, process.pid, blocks).map(drop)
+    let addresses = control::addresses(&mut agent, process.pid, blocks)?;
+    Ok((agent, addresses))
+}
+
+/// What reached a QEMU that was just started. As long as this is kept nobody else reaches it: it serves one QMP client.
+#[derive(Debug)]
+pub struct Reached {
+    /// The connection to QEMU itself.
+    pub control: Control,
+    /// The agent in it.
+    pub agent: Agent,
+    /// Where the agent sees each block of RAM.
+    pub addresses: Vec<u64>,
 }
 
 /// A QEMU that was just started. Dropped without [`Started::keep`], it and its files are gone.
