@@ -9,6 +9,7 @@ use std::time::Duration;
 use sterna_api::options::OnTimeout;
 
 use crate::convergence::{Convergence, Decision, Goal, Measured};
+use crate::foresight::{LONGEST, LONGEST_BURST, MARGIN, PATIENCE, SHORTEST};
 use crate::throughput::Speed;
 
 /// A round's announcement and the answer that it has arrived, seconds: no round is shorter.
@@ -117,6 +118,9 @@ pub enum Order {
     Paused,
     /// In rounds while the guest runs at the source, the rest in the pause.
     Before,
+    /// The same as far as rounds make the pause shorter. Pages for which the guest would notice it follow then, and all
+    /// that is left where rounds cannot reach the limit, which is seen early in the first one.
+    Auto,
     /// In `rounds` rounds while the guest runs at the source, none in the pause, the rest while it runs at the
     /// destination.
     After {
@@ -180,7 +184,8 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
     match way.order {
         Order::Paused => return played.stop(used, nonzero),
         Order::After { rounds } => return played.follow(used, nonzero, rounds),
-        Order::Before => {}
+        Order::Auto if played.is_too_fast() => return played.turn_early(used, nonzero),
+        Order::Before | Order::Auto => {}
     }
     let mut policy = Convergence::new(Goal {
         downtime_limit: terms.downtime_limit,
@@ -188,10 +193,10 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
         throttle_percent: None,
         timeout: None,
         on_timeout: OnTimeout::Cancel,
-        postcopy: false,
+        postcopy: way.order == Order::Auto,
         rounds: None,
     });
-    let sent = 1.0 - share(guest.silent_share);
+    let sent = played.sent();
     let mut took = vec![played.first(used, nonzero)];
     let mut left = guest.written.at(took[0]);
     loop {
@@ -204,7 +209,11 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
             speed_is_known: true,
             too_fast: false,
         });
-        let Decision::Round { at_least } = decision else { return played.stop(left, sent) };
+        let at_least = match decision {
+            Decision::Round { at_least } => at_least,
+            Decision::Postcopy(_) => return played.rest_follows(used, &[(left, sent)]),
+            _ => return played.stop(left, sent),
+        };
         if policy.stalls() > 0 || played.rounds >= MAX_ROUNDS {
             return played.stop(left, sent);
         }
@@ -245,6 +254,11 @@ impl Played<'_> {
             .max(pages * self.way.seconds_per_page)
     }
 
+    /// The share of written pages that travels as bodies.
+    fn sent(&self) -> f64 {
+        1.0 - share(self.guest.silent_share)
+    }
+
     /// The speed of written pages, of which the share `sent` travels as bodies.
     fn speed(&self, sent: f64) -> Speed {
         let light = self.way.seconds_per_page.max(1e-9);
@@ -261,7 +275,7 @@ impl Played<'_> {
 
     /// A later round, over pages that were written; its time.
     fn next(&mut self, pages: f64, least: f64) -> f64 {
-        let sent = 1.0 - share(self.guest.silent_share);
+        let sent = self.sent();
         let left_out = self.left_out(pages, sent, |seconds| self.guest.again.mean(seconds));
         self.round(pages * (1.0 - left_out), sent, least)
     }
@@ -290,22 +304,52 @@ impl Played<'_> {
         took
     }
 
-    /// Plays `rounds` rounds; then the guest starts at the destination, and the other pages follow it. The devices go
-    /// in the pause, and the map of missing pages, which has at most a bit for each page. How long the guest then waits
-    /// for single pages is not part of the pause, and depends on what it touches.
+    /// The longest that pages may take in the pause, seconds.
+    fn limit(&self) -> f64 {
+        self.terms.downtime_limit.saturating_sub(self.terms.device_time).as_secs_f64().max(1e-3)
+    }
+
+    /// Whether the guest writes so fast that no round reaches the limit ([`foresight`](crate::foresight)).
+    fn is_too_fast(&self) -> bool {
+        let limit = self.limit();
+        self.time(self.guest.written.at(limit), self.sent()) > MARGIN * limit
+    }
+
+    /// Plays the first round of a guest that is too fast until that is seen; then all that is left follows it.
+    fn turn_early(mut self, used: f64, nonzero: f64) -> Prediction {
+        let whole = self.time(used, nonzero);
+        let window = self.limit().clamp(SHORTEST.as_secs_f64(), LONGEST.as_secs_f64());
+        let watched = (window + (PATIENCE * whole).min(LONGEST_BURST.as_secs_f64())).min(whole);
+        let gone = if whole > 0.0 { watched / whole } else { 1.0 };
+        let took = self.round(used * gone, nonzero, 0.0);
+        let written_again = self.guest.written.at(took) * gone;
+        let sent = self.sent();
+        self.rest_follows(used, &[(used * (1.0 - gone), nonzero), (written_again, sent)])
+    }
+
+    /// Plays `rounds` rounds; then the other pages follow the guest.
     fn follow(mut self, used: f64, nonzero: f64, rounds: u32) -> Prediction {
         let (mut left, mut sent) = (used, nonzero);
         for round in 0..rounds.min(MAX_ROUNDS) {
             let took = if round == 0 { self.first(left, sent) } else { self.next(left, 0.0) };
             // Pages that a round left out as written again are among the written pages.
-            (left, sent) = (self.guest.written.at(took), 1.0 - share(self.guest.silent_share));
+            (left, sent) = (self.guest.written.at(took), self.sent());
         }
+        self.rest_follows(used, &[(left, sent)])
+    }
+
+    /// The guest starts at the destination, and these pages follow it, each part with the share of it that travels as
+    /// bodies. The devices go in the pause, and the map of missing pages, which has at most a bit for each page. How
+    /// long the guest then waits for single pages is not part of the pause, and depends on what it touches.
+    fn rest_follows(mut self, used: f64, parts: &[(f64, f64)]) -> Prediction {
+        let after: f64 = parts.iter().map(|(pages, sent)| self.time(*pages, *sent)).sum();
+        let bodies: f64 = parts.iter().map(|(pages, sent)| pages * sent).sum();
         let map_bytes = used / 8.0;
         let map = map_bytes / self.terms.bytes_per_s.max(1.0) + ROUND_TRIP;
         let pause = map + self.terms.device_time.as_secs_f64();
-        self.bytes += map_bytes + left * sent * self.way.bytes_per_body;
+        self.bytes += map_bytes + bodies * self.way.bytes_per_body;
         Prediction {
-            total: duration(self.elapsed + pause + self.time(left, sent)),
+            total: duration(self.elapsed + pause + after),
             downtime: duration(pause),
             bytes_on_wire: self.bytes as u64,
             rounds: self.rounds,

@@ -107,6 +107,29 @@ fn what_would_be_sent_in_vain_is_left_out() {
 }
 
 #[test]
+fn auto_is_pre_copy_as_far_as_rounds_help_and_has_what_is_left_follow() {
+    let auto = Way { order: Order::Auto, ..LIVE };
+    // Rounds leave next to nothing: it is pre-copy.
+    for guest in [in_line(0.0), in_line(5_000.0)] {
+        assert_eq!(predict(&guest, &auto, &TERMS), predict(&guest, &LIVE, &TERMS));
+    }
+    // 5,000 pages that are written all the time: 0.2 s in the pause, which is within the limit; or they follow.
+    let hot = at_random(1e6, 5_000.0);
+    let (paused, follows) = (predict(&hot, &LIVE, &TERMS), predict(&hot, &auto, &TERMS));
+    assert!(paused.reaches_limit && paused.downtime > Duration::from_millis(200), "{paused:?}");
+    assert!(follows.reaches_limit && follows.downtime < Duration::from_millis(10), "{follows:?}");
+    assert!(close(follows.total.as_secs_f64(), paused.total.as_secs_f64(), 0.01), "{follows:?} {paused:?}");
+    // Half of its memory: rounds would be in vain, and that is seen early in the first one.
+    let fast = at_random(1e6, 50_000.0);
+    let (turns, at_once) =
+        (predict(&fast, &auto, &TERMS), predict(&fast, &Way { order: Order::After { rounds: 0 }, ..LIVE }, &TERMS));
+    assert!(turns.reaches_limit && turns.downtime == at_once.downtime && turns.rounds == 1, "{turns:?}");
+    let more = (turns.total - at_once.total).as_secs_f64();
+    assert!(more > 0.0 && more < 0.3, "what it wrote again of what had gone in 0.4 s: {more} s");
+    assert!(predict(&fast, &LIVE, &TERMS).total > turns.total + Duration::from_secs(1));
+}
+
+#[test]
 fn a_host_slower_than_the_link_sets_the_pace() {
     let found = predict(&in_line(0.0), &Way { seconds_per_page: 1e-3, ..LIVE }, &TERMS);
     assert!(close(found.total.as_secs_f64(), 100.0, 0.01), "{found:?}");

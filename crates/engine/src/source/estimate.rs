@@ -1,5 +1,4 @@
-//! The estimate of a migration, by a short look at the guest: for each mode, and in pre-copy for each compressor. The
-//! mode `auto` is not estimated separately: it is pre-copy where that reaches the limit, and otherwise close to hybrid.
+//! The estimate of a migration, by a short look at the guest: for each mode, and in pre-copy for each compressor.
 
 use std::time::Duration;
 
@@ -28,7 +27,8 @@ pub fn estimate(vm: &str, seen: &Observation, bytes_per_s: u64, downtime_limit: 
     let way = |mode, compress, compressed: Option<Compressed>| {
         let order = match mode {
             Mode::StopAndCopy => Order::Paused,
-            Mode::Precopy | Mode::Auto => Order::Before,
+            Mode::Precopy => Order::Before,
+            Mode::Auto => Order::Auto,
             Mode::Hybrid => Order::After { rounds: DEFAULT_PRECOPY_ROUNDS },
             Mode::Postcopy => Order::After { rounds: 0 },
         };
@@ -36,7 +36,7 @@ pub fn estimate(vm: &str, seen: &Observation, bytes_per_s: u64, downtime_limit: 
             order,
             bytes_per_body: bytes_per_body(seen, compressed),
             seconds_per_page: seconds_per_page(seen, compressed),
-            skips_rewritten: matches!(mode, Mode::Precopy | Mode::Hybrid),
+            skips_rewritten: matches!(mode, Mode::Precopy | Mode::Hybrid | Mode::Auto),
         };
         let found = predict(&seen.guest, &way, &terms);
         Way {
@@ -53,7 +53,7 @@ pub fn estimate(vm: &str, seen: &Observation, bytes_per_s: u64, downtime_limit: 
     for (compress, compressed) in [(Compress::Lz4, seen.sampled.lz4), (Compress::Zstd, seen.sampled.zstd)] {
         ways.extend(compressed.map(|compressed| way(Mode::Precopy, compress, Some(compressed))));
     }
-    ways.extend([Mode::Hybrid, Mode::Postcopy].map(|mode| way(mode, Compress::Off, None)));
+    ways.extend([Mode::Hybrid, Mode::Postcopy, Mode::Auto].map(|mode| way(mode, Compress::Off, None)));
     Estimate {
         vm: vm.into(),
         bandwidth_bytes_per_s: bytes_per_s,
