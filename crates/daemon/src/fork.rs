@@ -63,7 +63,7 @@ pub mod templates;
 pub mod warm;
 
 use clone::Begun;
-use prepare::Clones;
+use prepare::{Clones, Preparation};
 use source::{Frozen, Source};
 use templates::template_name;
 use warm::{MOST_CLONES, WarmPools, check_hold};
@@ -97,7 +97,7 @@ impl Fork<'_> {
         let doing = InPlace::new("it is being forked");
         let record = with_family(self.care.machines.claim(name, Hold::shared(&doing))?);
         tracing::debug!(vm = name, "it is to be forked");
-        let prepared = self.prepare(&record, request, &doing);
+        let prepared = self.preparation().prepare(&record, request, &doing);
         let (source, clones) = prepared.map_err(|problem| self.stays(&record, problem))?;
         let overlays = source.overlays().to_vec();
         let (prepare_ms, running) = (milliseconds(began.elapsed()), source.running);
@@ -170,6 +170,11 @@ impl Fork<'_> {
                 Ok(forked)
             }
         }
+    }
+
+    fn preparation(&self) -> Preparation<'_> {
+        let Self { launcher, here, departures, .. } = *self;
+        Preparation { machines: &self.care.machines, launcher, here, departures, templates: &self.warm.templates }
     }
 
     /// The pause. Whatever becomes of it, the machine is given back, and what is on record of it is so.

@@ -5,22 +5,26 @@
 //! forked they are ended. Others start when their overlays are there.
 
 use std::panic::resume_unwind;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{ScopedJoinHandle, scope};
 
 use sterna_api::{Blame, Code, ForkRequest, MemoryMode, Problem};
 
-use super::Fork;
 use super::away::{Away, Way};
 use super::clone::{Begun, Plan};
 use super::overlays::{Made, Overlays};
 use super::source::{self, Source};
-use super::templates::template_name;
+use super::templates::{Templates, template_name};
 use super::warm::{content_bytes, needed_bytes};
 use crate::machines::claim::Reservation;
 use crate::machines::hold::InPlace;
 use crate::machines::overlay::TEMPLATE;
 use crate::machines::record::VmRecord;
+use crate::machines::start::Launcher;
+use crate::machines::table::Machines;
+use crate::migration::departures::Departures;
+use crate::migration::incoming::Destination;
 use crate::migration::promises::Promise;
 use crate::problems::host;
 use crate::several;
@@ -40,12 +44,26 @@ pub(super) struct Clones {
 /// Clones whose QEMUs start.
 type Starting<'scope> = ScopedJoinHandle<'scope, Vec<Result<Begun, Problem>>>;
 
-impl Fork<'_> {
+/// Who prepares.
+pub(super) struct Preparation<'a> {
+    /// The machines.
+    pub machines: &'a Arc<Machines>,
+    /// What starts QEMUs.
+    pub launcher: &'a Launcher,
+    /// This host as one that machines come to.
+    pub here: &'a Destination,
+    /// This host as one that machines leave.
+    pub departures: &'a Arc<Departures>,
+    /// The templates.
+    pub templates: &'a Templates,
+}
+
+impl Preparation<'_> {
     /// Does all that can be done while the guest runs.
     ///
     /// # Errors
     /// A [`Problem`]: what is in the way. The machine is as it was, and nothing of the clones is left.
-    pub(super) fn prepare(
+    pub fn prepare(
         &self,
         record: &VmRecord,
         request: &ForkRequest,
@@ -55,7 +73,7 @@ impl Fork<'_> {
             self.check_template(record, request)?;
         }
         source::check(record)?;
-        let reserved = request.names.iter().map(|name| Reservation::starting(&self.care.machines, name));
+        let reserved = request.names.iter().map(|name| Reservation::starting(self.machines, name));
         let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
         let named = request.names.iter().cloned().zip(reserved);
         let plan = Plan::new(record, &record.machine, request)?;
@@ -92,7 +110,7 @@ impl Fork<'_> {
         plan.check(&overlays)?;
         if !overlays.all.is_empty() {
             let making = VmRecord { overlays: overlays.all.clone(), ..record.clone() };
-            let stored = self.care.machines.store(&making);
+            let stored = self.machines.store(&making);
             stored.map_err(|error| host("cannot write the machine's record", &error))?;
             source.make_overlays(&overlays)?;
         }
@@ -129,7 +147,7 @@ impl Fork<'_> {
 
     /// Checks that a template can be made of a machine.
     fn check_template(&self, record: &VmRecord, request: &ForkRequest) -> Result<(), Problem> {
-        self.warm.templates.check_free(template_name(request, &record.name))?;
+        self.templates.check_free(template_name(request, &record.name))?;
         let Some(begun_as) = record.template() else { return Ok(()) };
         let (name, file) = (&record.name, begun_as.path.display());
         let message = format!("no template can be made of '{name}': its memory began as {file}, which is not Sterna's");

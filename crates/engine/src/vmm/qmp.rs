@@ -210,8 +210,8 @@ impl Qmp {
         Ok(())
     }
 
-    /// Runs commands that need not wait for one another, without arguments where those are `json!({})`: their results, in
-    /// this order. QEMU gets all of them at once, and is waited for once.
+    /// Runs commands that need not wait for one another, and returns their results in this order. QEMU gets all of them
+    /// at once, and is waited for once.
     ///
     /// # Errors
     /// As [`Qmp::execute`]; what QEMU refuses is the result of that command alone.
