@@ -61,11 +61,6 @@ impl Split {
         self.lenders.see_off(number);
     }
 
-    /// The same of all.
-    pub fn see_off_all(&self) {
-        (0..self.lenders.count()).for_each(|number| self.see_off(number));
-    }
-
     /// Has another memory host take the place of one of two that have the same pages, which does not answer: the one at
     /// the place `which`, 0 or 1. Nothing leaves for the two until `on_record` has written that down. The other one,
     /// `lender.members()[which]`, has granted what it was asked for, and has nothing of the guest; it is given all that

@@ -302,7 +302,7 @@ impl Split {
         self.pager.note_all();
         self.stop();
         // Nor does whoever looks for those that are silent: what was lent is given back.
-        self.see_off_all();
+        (0..self.lenders.count()).for_each(|number| self.see_off(number));
         self.pager.end();
     }
 
