@@ -290,15 +290,14 @@ impl Splits {
 
     /// A machine is as any other from now on: all of its memory is here. What it was lent is given back.
     fn forget(&self, record: &VmRecord) {
-        // Whoever called a memory host that has all back would borrow it anew.
-        if let Some(remote) = self.care.machines.remote(&record.name) {
-            remote.end();
-        }
         // A daemon that finds the machine split and its debt knows that it must not be paid yet.
         self.loans.owe(record, &self.care.machines.dir(&record.name));
         let whole = VmRecord { split: None, ..record.clone() };
         let stored = self.care.machines.try_store(&whole);
-        self.keep_remote(&record.name, None);
+        if let Some(remote) = self.care.machines.remote(&record.name) {
+            remote.end();
+            self.keep_remote(&record.name, None);
+        }
         // Where the disk is full the record still says that it is split, and only the map that nothing is away.
         if let Some(split) = &record.split
             && stored

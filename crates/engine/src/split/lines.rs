@@ -116,8 +116,6 @@ pub(super) struct Lenders {
     silent: [AtomicBool; Member::MOST],
     /// Those that have answered again since.
     returned: [AtomicBool; Member::MOST],
-    /// Of each number whether its memory hosts lend; held while one is called, which would borrow from it anew.
-    lends: [RwLock<bool>; Holder::MAX_HOSTS],
     guest: u128,
     key: u128,
     chunks: u32,
@@ -135,8 +133,7 @@ impl Lenders {
     ) -> Result<Self, MigrateError> {
         let (all, epochs, epoch) = (RwLock::new(all), RwLock::new(epochs), AtomicU64::new(0));
         let [silent, returned] = [(); 2].map(|()| std::array::from_fn(|_| AtomicBool::new(false)));
-        let lends = std::array::from_fn(|_| RwLock::new(true));
-        let lenders = Self { all, silent, returned, lends, guest, key, chunks, epochs, epoch };
+        let lenders = Self { all, silent, returned, guest, key, chunks, epochs, epoch };
         lenders.raise()?;
         Ok(lenders)
     }
@@ -212,7 +209,6 @@ impl Lenders {
             None => all.push(lender),
         }
         drop(all);
-        self.set_lends(number, true);
         (0..MEMBERS).for_each(|which| self.silent[Member { number, which }.index()].store(false, Ordering::Release));
         self.raise()
     }
@@ -229,33 +225,11 @@ impl Lenders {
         self.raise()
     }
 
-    /// Says that a memory host is leaving, or is not, and lends.
+    /// Says that a memory host is leaving, or is not.
     pub(super) fn set_leaving(&self, number: usize, leaving: bool) {
-        if !leaving {
-            self.set_lends(number, true);
-        }
         if let Some(lender) = self.all.write().unwrap_or_else(PoisonError::into_inner).get_mut(number) {
             lender.leaving = leaving;
         }
-    }
-
-    /// The memory hosts of a number have nothing of the guest any more, and are about to be given back what they lent:
-    /// nobody calls them when this returns, nor later.
-    pub(super) fn see_off(&self, number: usize) {
-        self.set_lends(number, false);
-    }
-
-    fn set_lends(&self, number: usize, lends: bool) {
-        *self.lends[number].write().unwrap_or_else(PoisonError::into_inner) = lends;
-    }
-
-    /// Whether the memory hosts of a number lend: not once they were [seen off](Self::see_off).
-    pub(super) fn lends(&self, number: usize) -> bool {
-        *self.lends_held(number)
-    }
-
-    fn lends_held(&self, number: usize) -> RwLockReadGuard<'_, bool> {
-        self.lends[number].read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A new epoch: once a memory host has heard of it, nothing that was sent before arrives there.
@@ -280,10 +254,6 @@ impl Lenders {
 
     fn open(&self, member: Member, epoch: u64) -> Result<MemoryHost, StoreError> {
         let lender = self.all()[member.number].member(member.which);
-        let lends = self.lends_held(member.number);
-        if !*lends {
-            return Err(Refusal::LendsNothing.into());
-        }
         lender.call(Claim { guest: self.guest, key: self.key, epoch }, self.chunks)
     }
 
@@ -389,36 +359,17 @@ mod tests {
         peer
     }
 
-    fn lender(directory: &std::path::Path) -> Lender {
-        Lender {
-            peer: lending(directory),
+    #[test]
+    fn who_is_fenced_by_another_thread_of_its_own_host_asks_once_more_and_who_is_by_another_host_does_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let lender = Lender {
+            peer: lending(directory.path()),
             mirror: None,
             once: Default::default(),
             credentials: None,
             bytes: most_bytes(CHUNKS),
             leaving: false,
-        }
-    }
-
-    /// A thread that was late called one that had just been given back what it lent, and had it lend for ever. (Seen
-    /// so.)
-    #[test]
-    fn who_was_seen_off_is_not_called_until_its_number_is_given_again() {
-        let directory = tempfile::tempdir().unwrap();
-        let lender = lender(directory.path());
-        let lenders = Lenders::new(vec![lender.clone()], (7, 8), CHUNKS, Box::new(Counter(AtomicU64::new(0)))).unwrap();
-        lenders.see_off(FIRST.number);
-        let refused = Lines::new(&lenders).ask(FIRST, |_| Ok(()));
-        assert!(matches!(refused, Err(StoreError::Refused(Refusal::LendsNothing))), "{refused:?}");
-        assert!(!lenders.lends(FIRST.number) && !lenders.is_silent(FIRST));
-        lenders.put(FIRST.number, lender).unwrap();
-        assert!(Lines::new(&lenders).ask(FIRST, |_| Ok(())).is_ok());
-    }
-
-    #[test]
-    fn who_is_fenced_by_another_thread_of_its_own_host_asks_once_more_and_who_is_by_another_host_does_not() {
-        let directory = tempfile::tempdir().unwrap();
-        let lender = lender(directory.path());
+        };
         let owner =
             || Lenders::new(vec![lender.clone()], (7, 8), CHUNKS, Box::new(Counter(AtomicU64::new(0)))).unwrap();
         let (lenders, chunk) = (owner(), ChunkIndex(0));

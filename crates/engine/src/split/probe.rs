@@ -28,10 +28,9 @@ impl Split {
         Ok(())
     }
 
-    /// The memory hosts that have mirrors, and lend.
+    /// The memory hosts that have mirrors.
     fn pairs(&self) -> Vec<Member> {
-        let lend = (0..self.lenders.count()).filter(|number| self.lenders.lends(*number));
-        let all = lend.flat_map(|number| self.lenders.members(number));
+        let all = (0..self.lenders.count()).flat_map(|number| self.lenders.members(number));
         all.filter(|member| self.lenders.has_mirror(*member)).collect()
     }
 
