@@ -160,6 +160,7 @@ fn the_estimate_has_every_mode_and_every_compressor() {
         (Mode::Precopy, Compress::Zstd),
         (Mode::Hybrid, Compress::Off),
         (Mode::Postcopy, Compress::Off),
+        (Mode::Auto, Compress::Off),
     ];
     assert_eq!(ways, expected);
     let bodies = (4096 - u64::from(FREE)) * 4096;
