@@ -220,8 +220,8 @@ impl Qmp {
         commands: [(&str, Value); N],
         timeout: Duration,
     ) -> Result<[Result<Value, VmmError>; N], VmmError> {
-        let results = self.execute_each(&commands, timeout)?;
-        results.try_into().map_err(|_| silent("several commands", timeout))
+        let mut results = self.execute_each(&commands, timeout)?.into_iter();
+        Ok(commands.map(|_| results.next().expect("each command has a result")))
     }
 
     /// The same of as many as there are.

@@ -3,6 +3,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use sterna_protocol::balloon::Report;
 
+use super::commands::{list_question, optional, property_question};
 use super::inspect::DEVICE_PATHS;
 use crate::vmm::VmmError;
 use crate::vmm::qmp::Qmp;
@@ -39,14 +40,14 @@ impl BalloonDevice {
     /// [`VmmError`] where QEMU does not answer.
     pub fn find(qmp: &mut Qmp, within: Duration) -> Result<Option<Self>, VmmError> {
         for parent in DEVICE_PATHS {
-            let children = optional(qmp, "qom-list", json!({ "path": parent }), within)?;
+            let children = optional(qmp, list_question(parent), within)?;
             let is_balloon =
                 |child: &&Value| child["type"].as_str().is_some_and(|kind| kind.starts_with("child<virtio-balloon"));
             let found = children.as_array().into_iter().flatten().find(is_balloon);
             let Some(name) = found.and_then(|child| child["name"].as_str()) else { continue };
             let path = format!("{parent}/{name}");
             let mut flag = |property: &str| -> Result<bool, VmmError> {
-                let value = optional(qmp, "qom-get", json!({ "path": path, "property": property }), within)?;
+                let value = optional(qmp, property_question(&path, property), within)?;
                 Ok(value.as_bool().unwrap_or(false))
             };
             let (deflate_on_oom, free_page_reporting) = (flag("deflate-on-oom")?, flag("free-page-reporting")?);
@@ -105,13 +106,6 @@ fn report(value: &Value) -> Option<Report> {
         major_faults: stat("stat-major-faults"),
         oom_kills: stat("stat-oom-kills"),
     })
-}
-
-fn optional(qmp: &mut Qmp, command: &str, arguments: Value, within: Duration) -> Result<Value, VmmError> {
-    match qmp.execute(command, arguments, within) {
-        Err(VmmError::Refused { .. }) => Ok(Value::Null),
-        other => other,
-    }
 }
 
 #[cfg(test)]

@@ -29,6 +29,28 @@ pub(super) fn ask(qmp: &mut Qmp, command: &str) -> Result<Value, VmmError> {
     qmp.execute(command, json!({}), COMMAND_TIMEOUT)
 }
 
+/// Runs a command that this QEMU may not know or not serve: null where it refuses.
+pub(super) fn optional(
+    qmp: &mut Qmp,
+    (command, arguments): (&str, Value),
+    within: Duration,
+) -> Result<Value, VmmError> {
+    match qmp.execute(command, arguments, within) {
+        Err(VmmError::Refused { .. }) => Ok(Value::Null),
+        other => other,
+    }
+}
+
+/// The question for an object's property.
+pub(super) fn property_question(path: &str, name: &str) -> (&'static str, Value) {
+    ("qom-get", json!({ "path": path, "property": name }))
+}
+
+/// The question for what an object has.
+pub(super) fn list_question(path: &str) -> (&'static str, Value) {
+    ("qom-list", json!({ "path": path }))
+}
+
 /// What the monitor for people says, where no command for programs tells it.
 pub(super) fn ask_monitor(qmp: &mut Qmp, command: &str) -> Result<String, VmmError> {
     tell_monitor(qmp, command, COMMAND_TIMEOUT)

@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::commands::{COMMAND_TIMEOUT, status_in};
+use super::commands::{COMMAND_TIMEOUT, list_question, optional, property_question, status_in};
 use super::{images, past};
 use crate::vmm::qmp::{Qmp, Version};
 use crate::vmm::{Untracked, VmmError};
@@ -154,18 +154,18 @@ fn accelerator(qmp: &mut Qmp) -> Result<String, VmmError> {
     if let Some(known) = &qmp.accelerator {
         return Ok(known.clone());
     }
-    let kvm = optional(qmp, "query-kvm", json!({}))?["enabled"].as_bool() == Some(true);
+    let kvm = optional(qmp, ("query-kvm", json!({})), COMMAND_TIMEOUT)?["enabled"].as_bool() == Some(true);
     // Only TCG answers the second one, which takes it 10 ms.
     let accelerator = match kvm {
         true => "kvm",
-        false if optional(qmp, "x-query-jit", json!({}))?.is_null() => "unknown",
+        false if optional(qmp, ("x-query-jit", json!({})), COMMAND_TIMEOUT)?.is_null() => "unknown",
         false => "tcg",
     };
     Ok(qmp.accelerator.insert(accelerator.to_owned()).clone())
 }
 
 fn cpu(qmp: &mut Qmp) -> Result<Option<String>, VmmError> {
-    let cpus = optional(qmp, "query-cpus-fast", json!({}))?;
+    let cpus = optional(qmp, ("query-cpus-fast", json!({})), COMMAND_TIMEOUT)?;
     let Some(path) = cpus[0]["qom-path"].as_str() else { return Ok(None) };
     let kind = property(qmp, path, "type")?;
     // Such as `qemu64-x86_64-cpu`.
@@ -206,7 +206,7 @@ pub(super) fn may_nest(qmp: &mut Qmp) -> Result<bool, VmmError> {
     if accelerator(qmp)? == "tcg" {
         return Ok(false);
     }
-    let cpus = optional(qmp, "query-cpus-fast", json!({}))?;
+    let cpus = optional(qmp, ("query-cpus-fast", json!({})), COMMAND_TIMEOUT)?;
     let Some(path) = cpus[0]["qom-path"].as_str() else { return Ok(false) };
     let features = ["vmx", "svm"].map(|feature| property_question(path, feature));
     let has = qmp.execute_all(features, COMMAND_TIMEOUT)?;
@@ -215,12 +215,11 @@ pub(super) fn may_nest(qmp: &mut Qmp) -> Result<bool, VmmError> {
 
 /// Block nodes that read past the page tables, or may.
 pub(super) fn block_nodes(qmp: &mut Qmp) -> Result<past::Nodes, VmmError> {
-    let (command, arguments) = nodes_question();
-    Ok(past::nodes(&optional(qmp, command, arguments)?))
+    Ok(past::nodes(&optional(qmp, nodes_question(), COMMAND_TIMEOUT)?))
 }
 
 /// The devices that were asked for: where each is, and its type.
-fn devices(qmp: &mut Qmp) -> Result<Vec<(String, String)>, VmmError> {
+pub(super) fn devices(qmp: &mut Qmp) -> Result<Vec<(String, String)>, VmmError> {
     let lists = qmp.execute_all(DEVICE_PATHS.map(list_question), COMMAND_TIMEOUT)?;
     Ok(devices_in(&lists.map(Result::unwrap_or_default)))
 }
@@ -245,7 +244,7 @@ fn passing(qmp: &mut Qmp, devices: &[(String, String)]) -> Result<Vec<String>, V
     for (path, kind) in devices {
         let passes = past::passes_through(kind)
             || past::may_pass_through(kind)
-                && optional(qmp, "qom-get", json!({ "path": path, "property": "scsi" }))?.as_bool() == Some(true);
+                && optional(qmp, property_question(path, "scsi"), COMMAND_TIMEOUT)?.as_bool() == Some(true);
         if passes {
             found.push(kind.clone());
         }
@@ -266,16 +265,6 @@ fn foreign_networks(list: &str) -> impl Iterator<Item = String> {
     kinds.filter(|kind| past::is_foreign(kind)).map(str::to_owned)
 }
 
-/// The question for an object's property.
-fn property_question(path: &str, name: &str) -> (&'static str, Value) {
-    ("qom-get", json!({ "path": path, "property": name }))
-}
-
-/// The question for what an object has.
-fn list_question(path: &str) -> (&'static str, Value) {
-    ("qom-list", json!({ "path": path }))
-}
-
 /// The question for all block nodes.
 fn nodes_question() -> (&'static str, Value) {
     ("query-named-block-nodes", json!({ "flat": true }))
@@ -288,16 +277,7 @@ fn text(answer: Result<Value, VmmError>) -> Option<String> {
 
 /// An object's property that is a text; `None` where it has none of that name.
 fn property(qmp: &mut Qmp, path: &str, name: &str) -> Result<Option<String>, VmmError> {
-    let (command, arguments) = property_question(path, name);
-    Ok(optional(qmp, command, arguments)?.as_str().map(str::to_owned))
-}
-
-/// A command that this QEMU may not know or not serve: null where it refuses.
-fn optional(qmp: &mut Qmp, command: &str, arguments: Value) -> Result<Value, VmmError> {
-    match qmp.execute(command, arguments, COMMAND_TIMEOUT) {
-        Err(VmmError::Refused { .. }) => Ok(Value::Null),
-        other => other,
-    }
+    Ok(optional(qmp, property_question(path, name), COMMAND_TIMEOUT)?.as_str().map(str::to_owned))
 }
 
 pub(super) fn items(value: &Value) -> &[Value] {

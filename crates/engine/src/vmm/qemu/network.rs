@@ -7,16 +7,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::commands::{COMMAND_TIMEOUT, ask_monitor};
-use super::inspect::items;
+use super::commands::{COMMAND_TIMEOUT, ask_monitor, list_question, optional, property_question};
+use super::inspect::{devices, items};
 use crate::vmm::VmmError;
 use crate::vmm::qmp::Qmp;
 
 /// How often QEMU is asked whether a card is gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-
-/// Where QEMU has the devices of its arguments: those with an id, and the others.
-const DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// A network card of the guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -104,8 +101,7 @@ pub struct Plug {
 /// # Errors
 /// [`VmmError`] where QEMU does not answer.
 pub fn plug_of(qmp: &mut Qmp, netdev: &str) -> Result<Option<Plug>, VmmError> {
-    let mut all = children(qmp, DEVICES[0], "child")?;
-    all.extend(children(qmp, DEVICES[1], "child")?);
+    let all: Vec<String> = devices(qmp)?.into_iter().map(|(path, _)| path).collect();
     let mut is_it = |path: &&String| Ok(get(qmp, path, "netdev")?.as_str() == Some(netdev));
     let Some(path) = all.iter().find_map(|path| is_it(&path).map(|is| is.then_some(path)).transpose()).transpose()?
     else {
@@ -148,20 +144,14 @@ pub fn is_taken(qmp: &mut Qmp, plug: &Plug) -> Result<bool, VmmError> {
 
 /// The objects of a type that begins so which belong to this one; none where that is gone.
 fn children(qmp: &mut Qmp, path: &str, kind: &str) -> Result<Vec<String>, VmmError> {
-    let listed = match qmp.execute("qom-list", json!({ "path": path }), COMMAND_TIMEOUT) {
-        Err(VmmError::Refused { .. }) => return Ok(Vec::new()),
-        listed => listed?,
-    };
+    let listed = optional(qmp, list_question(path), COMMAND_TIMEOUT)?;
     let all = items(&listed).iter().filter(|item| item["type"].as_str().is_some_and(|is| is.starts_with(kind)));
     Ok(all.filter_map(|item| Some(format!("{path}/{}", item["name"].as_str()?))).collect())
 }
 
 /// A property; null where the object has none of that name, or is gone.
 fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, VmmError> {
-    match qmp.execute("qom-get", json!({ "path": path, "property": property }), COMMAND_TIMEOUT) {
-        Err(VmmError::Refused { .. }) => Ok(Value::Null),
-        other => other,
-    }
+    optional(qmp, property_question(path, property), COMMAND_TIMEOUT)
 }
 
 /// Takes a card out; whether its guest has let go of it within `timeout`. Until it does, it may do so at any time.
