@@ -9,7 +9,7 @@ use std::time::Duration;
 use sterna_api::options::OnTimeout;
 
 use crate::convergence::{Convergence, Decision, Goal, Measured};
-use crate::foresight::{LONGEST, LONGEST_BURST, MARGIN, PATIENCE, SHORTEST};
+use crate::foresight::{Foresight, Window};
 use crate::throughput::Speed;
 
 /// A round's announcement and the answer that it has arrived, seconds: no round is shorter.
@@ -174,18 +174,24 @@ pub struct Prediction {
 
 /// Plays a migration through.
 ///
-/// It is stopped when [`Convergence`] stops it, which decides about real rounds too; or, where the pause does not come
-/// within the limit, at the first stall.
+/// It is stopped when [`Convergence`] and [`Foresight`] stop it, which decide about real rounds too; or, where the pause
+/// does not come within the limit, at the first stall.
 #[must_use]
 pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
     let mut played = Played { guest, way, terms, elapsed: terms.setup_time.as_secs_f64(), bytes: 0.0, rounds: 0 };
     let used = guest.used_pages as f64;
     let nonzero = 1.0 - share(guest.zero_share);
+    let mut foresight = None;
     match way.order {
         Order::Paused => return played.stop(used, nonzero),
         Order::After { rounds } => return played.follow(used, nonzero, rounds),
-        Order::Auto if played.is_too_fast() => return played.turn_early(used, nonzero),
-        Order::Before | Order::Auto => {}
+        Order::Before => {}
+        Order::Auto => {
+            let rules = foresight.insert(Foresight::new(terms.downtime_limit, terms.device_time));
+            if let Some(watched) = played.too_fast_after(used, nonzero, rules) {
+                return played.turn_early(used, nonzero, watched);
+            }
+        }
     }
     let mut policy = Convergence::new(Goal {
         downtime_limit: terms.downtime_limit,
@@ -207,7 +213,9 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
             speed: played.speed(sent),
             device_time: terms.device_time,
             speed_is_known: true,
-            too_fast: false,
+            too_fast: foresight
+                .as_mut()
+                .is_some_and(|rules| rules.step(&played.window(took[took.len() - 1], left, left))),
         });
         let at_least = match decision {
             Decision::Round { at_least } => at_least,
@@ -304,26 +312,33 @@ impl Played<'_> {
         took
     }
 
-    /// The longest that pages may take in the pause, seconds.
-    fn limit(&self) -> f64 {
-        self.terms.downtime_limit.saturating_sub(self.terms.device_time).as_secs_f64().max(1e-3)
+    /// What is seen in this many seconds in which so many pages were written, and at whose end so many are left.
+    fn window(&self, took: f64, written: f64, left: f64) -> Window {
+        let speed = Some(self.speed(self.sent()));
+        Window { took: duration(took), written: written.round() as u64, speed, left: left.round() as u64 }
     }
 
-    /// Whether the guest writes so fast that no round reaches the limit ([`foresight`](crate::foresight)).
-    fn is_too_fast(&self) -> bool {
-        let limit = self.limit();
-        self.time(self.guest.written.at(limit), self.sent()) > MARGIN * limit
+    /// After how many seconds of the first round the guest is known to be too fast, if it is: the round is cut where
+    /// these rules want to see what it has written, and goes on.
+    fn too_fast_after(&self, used: f64, nonzero: f64, rules: &mut Foresight) -> Option<f64> {
+        let (whole, mut watched) = (self.time(used, nonzero), 0.0);
+        while let Some(took) = rules.window().map(|window| window.as_secs_f64())
+            && watched + took < whole
+        {
+            watched += took;
+            let left = used * (1.0 - watched / whole);
+            if rules.step(&self.window(took, self.guest.written.at(took), left)) {
+                return Some(watched);
+            }
+        }
+        None
     }
 
-    /// Plays the first round of a guest that is too fast until that is seen; then all that is left follows it.
-    fn turn_early(mut self, used: f64, nonzero: f64) -> Prediction {
-        let whole = self.time(used, nonzero);
-        let window = self.limit().clamp(SHORTEST.as_secs_f64(), LONGEST.as_secs_f64());
-        let watched = (window + (PATIENCE * whole).min(LONGEST_BURST.as_secs_f64())).min(whole);
-        let gone = if whole > 0.0 { watched / whole } else { 1.0 };
+    /// Plays so many seconds of the first round; then all that is left follows the guest.
+    fn turn_early(mut self, used: f64, nonzero: f64, watched: f64) -> Prediction {
+        let gone = watched / self.time(used, nonzero);
         let took = self.round(used * gone, nonzero, 0.0);
-        let written_again = self.guest.written.at(took) * gone;
-        let sent = self.sent();
+        let (written_again, sent) = (self.guest.written.at(took) * gone, self.sent());
         self.rest_follows(used, &[(used * (1.0 - gone), nonzero), (written_again, sent)])
     }
 
