@@ -36,7 +36,7 @@ use crate::machines::files::kept_log;
 use crate::machines::hold::{Hold, InPlace};
 use crate::machines::reach::{check_images, check_movable};
 use crate::machines::record::{VmRecord, version};
-use crate::machines::start::{Launcher, Started};
+use crate::machines::start::{Launcher, Reached, Started};
 use crate::machines::succession::Succession;
 use crate::machines::table::Machines;
 use crate::migration::incoming::Destination;
@@ -232,7 +232,7 @@ impl Replace<'_> {
             let draft = draft.join().unwrap_or_else(|panic| resume_unwind(panic));
             (draft, started, prepared.join().unwrap_or_else(|panic| resume_unwind(panic)))
         });
-        let (draft, started) = (draft?, started?);
+        let (draft, (started, Reached { control, agent, addresses })) = (draft?, started?);
         prepared.map_err(|error| control::refused("prepare to let its guest go", &error))?;
         self.store(&VmRecord { succession: Some(succession.with(started.process)), ..record.clone() })?;
         let next = VmRecord {
@@ -246,11 +246,10 @@ impl Replace<'_> {
             succession: Some(succession.done(record.process, own_files(record, &dir))),
             ..record.clone()
         };
-        let (agent, addresses) = control::agent_and_addresses(&next.agent, next.process.pid, &next.blocks)?;
         let ram: Vec<_> =
             next.blocks.iter().zip(addresses).map(|(block, address)| address..address + block.bytes).collect();
         let untouched = Untouched::of(next.process.pid, ram.clone()).map_err(|error| error.problem())?;
-        let successor = control::destination(&next, place.log)?;
+        let successor = control::destination(control, &next, place.log)?;
         Ok(Waiting { successor, started, next, agent, ram, draft, untouched, taps, stand_ins })
     }
 

@@ -69,7 +69,7 @@ pub fn run(
     }
     let kind = launcher.ram_kind(request.memory_mode, request.trust_group.as_deref());
     let all = arguments::for_run(&items, &additions);
-    let started = launcher.start(&binary.path, &all, &request.name, (kind, vec![block]), template.as_ref())?;
+    let (started, _) = launcher.start(&binary.path, &all, &request.name, (kind, vec![block]), template.as_ref())?;
     let memory = Memory { bytes: request.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
     let record = VmRecord {
         memory_mode: request.memory_mode,

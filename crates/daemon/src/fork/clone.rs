@@ -120,7 +120,7 @@ impl<'a> Plan<'a> {
         let ram = ram.as_ref().map(|(bytes, path)| (*bytes, path.as_path()));
         let all = arguments::for_incoming(&items, &Additions { name, qmp: &qmp, ram, huge: false }, self.machine, &[]);
         let kind = launcher.ram_kind(MemoryMode::Private, source.trust_group.as_deref());
-        let (started, mut reached) = launcher.start_reached(&source.qemu_path, &all, name, (kind, blocks), None)?;
+        let (started, mut reached) = launcher.start(&source.qemu_path, &all, name, (kind, blocks), None)?;
         let memory = Memory { bytes: source.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
         let mut record = VmRecord {
             memory_mode: MemoryMode::Private,
@@ -168,7 +168,7 @@ impl Inlet {
     fn open(reached: Reached, record: &VmRecord, log: PathBuf, connected: bool) -> Result<Self, Problem> {
         let Reached { control, agent, addresses } = reached;
         let ram = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
-        let driver = control::destination_over(control, record, log)?.as_clone(connected);
+        let driver = control::destination(control, record, log)?.as_clone(connected);
         let mut driver = if record.held.is_some() { driver.staying_paused() } else { driver };
         let devices = driver.prepare().map_err(|error| not_loaded(&error))?;
         Ok(Self { agent, ram, driver, devices })

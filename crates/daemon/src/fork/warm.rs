@@ -18,7 +18,7 @@ use super::templates::{Template, TemplateRecord, Templates, template_name, unkno
 use crate::care::Care;
 use crate::guest_agent;
 use crate::machines::claim::Reservation;
-use crate::machines::control::{self, end_qemu};
+use crate::machines::control::{self, Control, end_qemu};
 use crate::machines::files::directory_problem;
 use crate::machines::held::{Held, Ready, Taking, new_name, rename_files};
 use crate::machines::hold::Hold;
@@ -288,7 +288,8 @@ impl WarmPools {
     /// Lets a clone run that has got its name. Returns it as any other machine.
     fn run_taken(&self, taken: &VmRecord, former: &str) -> Result<VmRecord, Problem> {
         rename_files(&taken.arguments, former, &taken.name);
-        let mut driver = control::destination(taken, log_file(&self.machines().dir(&taken.name)))?;
+        let control = Control::connect_started(&taken.qmp)?;
+        let mut driver = control::destination(control, taken, log_file(&self.machines().dir(&taken.name)))?;
         driver.start().map_err(|error| control::refused("let the clone run", &error))?;
         guest_agent::set_clock_later(taken);
         Ok(VmRecord { held: None, overlays: Vec::new(), ..taken.clone() })

@@ -154,19 +154,11 @@ pub fn source(record: &VmRecord, qmp: SharedQmp) -> Result<QemuSource, Problem> 
     Ok(QemuSource::new(qmp, open(record.process)?))
 }
 
-/// The driver that takes a machine's devices in; its QEMU was just started, and writes to `log`.
-///
-/// # Errors
-/// A [`Problem`] where its QEMU does not answer.
-pub fn destination(record: &VmRecord, log: PathBuf) -> Result<QemuDestination, Problem> {
-    destination_over(Control::connect_started(&record.qmp)?, record, log)
-}
-
-/// The same over this connection.
+/// The driver that takes a machine's devices in, over this connection; its QEMU writes to `log`.
 ///
 /// # Errors
 /// A [`Problem`] where its QEMU has ended.
-pub fn destination_over(control: Control, record: &VmRecord, log: PathBuf) -> Result<QemuDestination, Problem> {
+pub fn destination(control: Control, record: &VmRecord, log: PathBuf) -> Result<QemuDestination, Problem> {
     let driver = QemuDestination::new(control.share(), open(record.process)?, Some(ErrorLog::new(log)));
     Ok(if record.running { driver } else { driver.staying_paused() })
 }

@@ -67,21 +67,6 @@ impl Launcher {
         binary: &Path,
         arguments: &[String],
         name: &str,
-        ram: (RamKind, Vec<Block>),
-        template: Option<&File>,
-    ) -> Result<Started, Problem> {
-        self.start_reached(binary, arguments, name, ram, template).map(|(started, _)| started)
-    }
-
-    /// The same; what came up stays reached.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    pub fn start_reached(
-        &self,
-        binary: &Path,
-        arguments: &[String],
-        name: &str,
         (kind, mut blocks): (RamKind, Vec<Block>),
         template: Option<&File>,
     ) -> Result<(Started, Reached), Problem> {
@@ -118,7 +103,7 @@ impl Launcher {
         name: &str,
         (succession, ram, mut blocks): (&Succession, RamKind, Vec<Block>),
         inherited: &[OwnedFd],
-    ) -> Result<Started, Problem> {
+    ) -> Result<(Started, Reached), Problem> {
         let dir = &self.state.vm(name);
         let place = succession.place(dir);
         let agent = self.library_for(&place)?;
@@ -134,7 +119,7 @@ impl Launcher {
             made.map_err(|error| problems::host("cannot make the machine's files", &error))?;
         }
         let launch = Launch { binary, arguments, place: &place, inherited, agent: &agent, ram, template: None, user };
-        bring_up(&launch, blocks, cleanup).map(|(started, _)| started)
+        bring_up(&launch, blocks, cleanup)
     }
 
     /// The library inside QEMU, for one whose sockets have paths that a socket may have.

@@ -33,7 +33,7 @@ use crate::machines::control;
 use crate::machines::hold::Hold;
 use crate::machines::record::{GangKey, Lifecycle, Memory, Paging, VmRecord};
 use crate::machines::split::{Remote, SplitRecord};
-use crate::machines::start::Launcher;
+use crate::machines::start::{Launcher, Reached};
 use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
@@ -324,8 +324,8 @@ impl Destination {
         let all = arguments::for_incoming(items, &additions, &spec.machine, &files);
         let memory_mode = if spec.private { MemoryMode::Private } else { MemoryMode::Shared };
         let kind = self.launcher.ram_kind(memory_mode, spec.trust_group.as_deref());
-        let (mut started, reached) =
-            self.launcher.start_reached(&binary.path, &all, &spec.name, (kind, blocks), None)?;
+        let (mut started, Reached { control, .. }) =
+            self.launcher.start(&binary.path, &all, &spec.name, (kind, blocks), None)?;
         let memory =
             Memory { bytes: spec.memory_bytes, blocks: started.blocks.clone(), managed: spec.managed_ram, owned: true };
         // Words of the source's: what is not like a name is not kept.
@@ -362,7 +362,7 @@ impl Destination {
             None => (None, Vec::new()),
         };
         let block_files = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
-        let vmm = control::destination_over(reached.control, &record, log_file(&dir))?;
+        let vmm = control::destination(control, &record, log_file(&dir))?;
         let vmm = match clone {
             Some(Clone { connected }) => vmm.as_clone(connected),
             None => vmm,
