@@ -174,8 +174,8 @@ pub struct Prediction {
 
 /// Plays a migration through.
 ///
-/// It is stopped when [`Convergence`] and [`Foresight`] stop it, which decide about real rounds too; or, where the pause
-/// does not come within the limit, at the first stall.
+/// It is stopped when [`Convergence`] and [`Foresight`] stop it, which decide about real rounds too; or, where the
+/// pause does not come within the limit, at the first stall.
 #[must_use]
 pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
     let mut played = Played { guest, way, terms, elapsed: terms.setup_time.as_secs_f64(), bytes: 0.0, rounds: 0 };
@@ -206,6 +206,7 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
     let mut took = vec![played.first(used, nonzero)];
     let mut left = guest.written.at(took[0]);
     loop {
+        let written = played.window(took[took.len() - 1], left, left);
         let decision = policy.step(&Measured {
             rounds: played.rounds,
             elapsed: duration(played.elapsed),
@@ -213,9 +214,7 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
             speed: played.speed(sent),
             device_time: terms.device_time,
             speed_is_known: true,
-            too_fast: foresight
-                .as_mut()
-                .is_some_and(|rules| rules.step(&played.window(took[took.len() - 1], left, left))),
+            too_fast: foresight.as_mut().is_some_and(|rules| rules.step(&written)),
         });
         let at_least = match decision {
             Decision::Round { at_least } => at_least,
