@@ -140,6 +140,16 @@ pub enum MigrateError {
         /// The end of the message, on what was done to the guest; may be empty.
         tried: String,
     },
+    /// The time was up before each page of the guest had gone once.
+    #[error(
+        "the time was up before all of the guest's memory was sent once: after {elapsed_s:.0} s {left_pages} pages were left"
+    )]
+    OutOfTime {
+        /// How long it tried, seconds.
+        elapsed_s: f64,
+        /// How many pages were left.
+        left_pages: u64,
+    },
     /// The guest cannot be slowed down on this host.
     #[error("no processor time can be taken from the guest on this host")]
     Throttle(#[source] sterna_sys::Error),
@@ -318,6 +328,13 @@ impl MigrateError {
                 Some(
                     "allow a longer pause (--downtime-limit, --downtime-ramp), slow the guest down (--throttle), send less \
                      (--compress zstd, --delta xbzrle), give it more bandwidth, or --on-timeout force",
+                ),
+            ),
+            Self::OutOfTime { .. } => (
+                Code::NotConverging,
+                Blame::Request,
+                Some(
+                    "allow more time (--timeout), send less (--compress zstd), give it more bandwidth, or --on-timeout force",
                 ),
             ),
             Self::Throttle(_) => (

@@ -158,7 +158,10 @@ impl<'a> Account<'a> {
     /// Notes that the guest stays here.
     pub fn rolled_back(&mut self, error: &MigrateError) {
         // A time limit that cancels is a cancellation in advance.
-        let cancelled = matches!(error, MigrateError::Cancelled | MigrateError::NotConverging { .. });
+        let cancelled = matches!(
+            error,
+            MigrateError::Cancelled | MigrateError::NotConverging { .. } | MigrateError::OutOfTime { .. }
+        );
         self.report.status = if cancelled { Status::Cancelled } else { Status::Failed };
         if let MigrateError::Mismatch { mismatches, pages } = *error {
             self.report.verify = Verify { checked: true, pages, mismatches, ..Verify::default() };

@@ -42,7 +42,8 @@ pub enum Ending {
 /// already. The account says what was done to make the migration converge, also where it fails.
 ///
 /// # Errors
-/// The link's or this host's error, [`MigrateError::NotConverging`] or [`MigrateError::Cancelled`].
+/// The link's or this host's error, [`MigrateError::NotConverging`], [`MigrateError::OutOfTime`] or
+/// [`MigrateError::Cancelled`].
 pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepared) -> Result<Ending, MigrateError> {
     let options = departure.options.resolved();
     if options.mode == Mode::Postcopy || !options.has_rounds() {
@@ -69,7 +70,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
     let mut at_least = Duration::ZERO;
     // How the rounds end, once that is decided and others stand still or are not ready.
     let mut decided = None;
-    let mut hushed = false;
+    let (mut hushed, mut all_sent) = (false, false);
     loop {
         rounds.untracked.ask(vmm)?;
         let began = Instant::now();
@@ -77,6 +78,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
         let complete = watched(vmm, monitor, || rounds.send(link, until, cut))?;
         wait(monitor, began + at_least)?;
         let collected = rounds.collect(*tracker)?;
+        all_sent |= complete;
         if !complete {
             rounds.go_on();
         }
@@ -131,6 +133,10 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
                 }
                 decided = Some(ending);
                 WAIT_STEP
+            }
+            Decision::GiveUp if !all_sent => {
+                let (elapsed_s, left_pages) = (measured.elapsed.as_secs_f64(), measured.pages_left);
+                return Err(MigrateError::OutOfTime { elapsed_s, left_pages });
             }
             Decision::GiveUp => {
                 return Err(MigrateError::NotConverging {
