@@ -163,10 +163,13 @@ impl Measured {
     }
 }
 
-/// How long the throughput was below a rate, of the intervals that end between two moments, milliseconds.
+/// How long the throughput was below a rate between two moments, milliseconds: of the intervals that end between them,
+/// and all the time after the last sample, where a guest was heard of no more.
 fn below_ms(samples: &[Sample], rate: f64, from_us: i64, to_us: i64) -> f64 {
     let inside = samples.windows(2).filter(|pair| (from_us..=to_us).contains(&pair[1].at_us) && pair[1].per_s < rate);
-    inside.map(|pair| (pair[1].at_us - pair[0].at_us) as f64 / 1e3).sum()
+    let heard_of: i64 = inside.map(|pair| pair[1].at_us - pair[0].at_us).sum();
+    let unheard = samples.last().map_or(0, |last| to_us - last.at_us.max(from_us));
+    (heard_of + unheard.max(0)) as f64 / 1e3
 }
 
 #[cfg(test)]
@@ -203,5 +206,8 @@ mod tests {
         measured.note_throughput(&samples, 0, 500_000, 1_750_000);
         assert_eq!((measured.metrics["full_millions_per_s"], measured.metrics[BELOW]), (10.0, 750.0));
         assert_eq!(measured.details["throughput"][3], json!([0.25, 5.0]));
+        // One that is heard of no more sends nothing.
+        measured.note_throughput(&samples[..5], 0, 500_000, 1_750_000);
+        assert_eq!(measured.metrics[BELOW], 1250.0);
     }
 }
