@@ -55,6 +55,10 @@ impl Lender {
         self.ask(claim, most_bytes(CHUNKS))
     }
 
+    fn reopen(&self, claim: Claim) -> Result<MemoryHost, StoreError> {
+        MemoryHost::reopen(&self.peer, None, (1, 2), claim, most_bytes(CHUNKS), CHUNKS)
+    }
+
     fn ask(&self, claim: Claim, bytes: u64) -> Result<MemoryHost, StoreError> {
         MemoryHost::open(&self.peer, None, (1, 2), claim, bytes, CHUNKS)
     }
@@ -333,6 +337,30 @@ impl Raw {
         std::io::Read::read_exact(&mut self.0, &mut body).unwrap();
         Some(message::decode(&body, checksum, 2).unwrap())
     }
+}
+
+/// Who comes back to what was granted is granted nothing, and has it as whoever asks for it: by the guest's key, the
+/// owner's epoch, and its size.
+#[test]
+fn who_comes_back_to_what_was_granted_is_granted_nothing_anew() {
+    let dir = dir();
+    let lender = Lender::new(dir.path(), most_bytes(CHUNKS));
+    assert_eq!(refused(lender.reopen(claim(1))), Refusal::Closed);
+    assert!(lender.store.loans().is_empty());
+    let mut owner = lender.ask(claim(1), most_bytes(CHUNKS) / 2).unwrap();
+    put(&mut owner, 0, (1, None), &[(1, 11)]).unwrap();
+
+    let next = Claim { epoch: 2, ..claim(1) };
+    assert_eq!(refused(lender.reopen(Claim { key: 0, ..next })), Refusal::Stranger);
+    let mut back = lender.reopen(next).unwrap();
+    assert_eq!(back.get(ChunkIndex(0), 1, &set(&[1])).unwrap().bodies, body(11));
+    assert_eq!(lender.store.loans()[0].granted_bytes, most_bytes(CHUNKS) / 2);
+    assert_eq!(refused(lender.reopen(claim(1))), Refusal::Fenced { current: 2 });
+    assert_eq!(refused(owner.held(ChunkIndex(0))), Refusal::Fenced { current: 2 });
+
+    back.close().unwrap();
+    assert_eq!(refused(lender.reopen(next)), Refusal::Closed);
+    assert!(lender.store.loans().is_empty());
 }
 
 /// Requests out of turn are refused, and what is no request ends its own connection only.

@@ -59,12 +59,14 @@ impl Features {
     pub const SPLIT: Self = Self(1 << 12);
     /// It says in which pool it keeps what a gang shares.
     pub const POOLS: Self = Self(1 << 13);
+    /// Of the memory that it lends it can be asked for what was granted before, and for nothing else.
+    pub const REOPENS: Self = Self(1 << 14);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b11_1111_1111_1111);
-    const NAMES: [(Self, &'static str); 15] = [
+    pub const KNOWN: Self = Self(0b111_1111_1111_1111);
+    const NAMES: [(Self, &'static str); 16] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -79,6 +81,7 @@ impl Features {
         (Self::STORES, "memory for guests of other hosts (lend_memory)"),
         (Self::SPLIT, "machines whose memory is at memory hosts (split)"),
         (Self::POOLS, "the number of a gang's pool"),
+        (Self::REOPENS, "memory that is lent when it is asked for, and not with every call (split)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

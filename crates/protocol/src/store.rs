@@ -1,7 +1,7 @@
 //! Memory hosts: a daemon keeps pages of a guest that runs elsewhere.
 //!
 //! A connection of the role [`Store`](crate::hello::Role::Store) is about one guest. Its first request is
-//! [`Open`](crate::store::StoreRequest::Open); then requests and replies take turns, in the form of messages
+//! [`Open`](crate::store::StoreRequest::Open) or [`Reopen`](crate::store::StoreRequest::Reopen); then requests and replies take turns, in the form of messages
 //! ([`message`](crate::message)). Where a request or a reply has pages, a chunk frame ([`frame`](crate::frame)) follows
 //! it.
 //!
@@ -89,6 +89,14 @@ pub enum StoreRequest {
     Prepare,
     /// Nothing is needed any more: what was granted is given back.
     Close,
+    /// Comes back to what was granted: where nothing is, nothing becomes so. Only to a store that knows
+    /// [`REOPENS`](crate::hello::Features::REOPENS).
+    Reopen {
+        /// Who asks.
+        claim: Claim,
+        /// The guest's chunks: their number.
+        chunks: u32,
+    },
 }
 
 impl StoreRequest {
@@ -103,6 +111,7 @@ impl StoreRequest {
             Self::Inventory { .. } => "inventory",
             Self::Prepare => "prepare",
             Self::Close => "close",
+            Self::Reopen { .. } => "reopen",
         }
     }
 }

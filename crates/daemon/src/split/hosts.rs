@@ -181,7 +181,7 @@ impl Exchange<'_> {
     }
 
     fn number_for(&self, borrowed: &mut Borrowed, host: &Place) -> Result<usize, Problem> {
-        if self.loans.owes(borrowed.guest, host) {
+        if !self.loans.has_back(borrowed.guest, host) {
             let message = format!("memory host {} has not been told yet that it has its memory back", host.name());
             return Err(Problem::new(Code::PeerUnreachable, Blame::Peer, message)
                 .hint("it is told as soon as it answers; ask again then"));
@@ -223,6 +223,7 @@ impl Exchange<'_> {
     /// Some have nothing of the guest any more, and their numbers are free. What is `owed` is given back.
     fn gone(&mut self, numbers: &[usize], owed: Vec<Place>) -> Result<(), Problem> {
         let mut borrowed = self.borrowed()?;
+        numbers.iter().for_each(|number| self.split.see_off(*number));
         // A daemon that finds it owed by a machine that has it still knows that it must not be paid yet.
         self.loans.owe_hosts(&self.record, &self.machines.dir(&self.record.name), owed);
         numbers.iter().for_each(|number| borrowed.see_off(*number));

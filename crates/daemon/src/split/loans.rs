@@ -19,6 +19,9 @@ use crate::state::{read_record, remove_half_written, write_record};
 /// How long memory hosts are left alone that could not be told.
 const RETRY: Duration = Duration::from_secs(5);
 
+/// How long who would borrow again waits for a memory host to be told that it has its memory back.
+const TOLD: Duration = Duration::from_secs(5);
+
 /// How far beyond its owner's epoch a debt's is: threads that still look for pages of a guest which has ended may raise
 /// that a few times more, and nobody owns the guest after this.
 const BEYOND: u64 = 1 << 32;
@@ -47,6 +50,8 @@ pub struct Loans {
     credentials: Option<Arc<Credentials>>,
     owed: Mutex<Owed>,
     called: Condvar,
+    /// Somebody has been told.
+    told: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -56,12 +61,19 @@ struct Owed {
     due: bool,
 }
 
+impl Owed {
+    fn owes(&self, guest: u128, place: &Place) -> bool {
+        let of_guest = self.debts.iter().filter(|debt| debt.borrowed.guest == guest);
+        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| place.has(host))
+    }
+}
+
 impl Loans {
     /// Nothing is owed yet; debts are written down in this directory.
     #[must_use]
     pub fn new(dir: PathBuf, credentials: Option<Arc<Credentials>>) -> Self {
         remove_half_written(&dir);
-        Self { dir, credentials, owed: Mutex::default(), called: Condvar::new() }
+        Self { dir, credentials, owed: Mutex::default(), called: Condvar::new(), told: Condvar::new() }
     }
 
     /// Takes up what an earlier daemon owed, but for what was lent to machines that are split still: that daemon died
@@ -128,12 +140,17 @@ impl Loans {
         self.lock().debts.push(debt);
     }
 
-    /// Whether a memory host, or one of two, has not been told yet that a guest has given back what it lent.
+    /// Has a memory host, or both of two, be told that a guest has given back what it lent, and waits for that a
+    /// moment: whether it was told.
     #[must_use]
-    pub fn owes(&self, guest: u128, place: &Place) -> bool {
-        let owed = self.lock();
-        let of_guest = owed.debts.iter().filter(|debt| debt.borrowed.guest == guest);
-        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| place.has(host))
+    pub fn has_back(&self, guest: u128, place: &Place) -> bool {
+        if !self.lock().owes(guest, place) {
+            return true;
+        }
+        self.pay();
+        let waited = self.told.wait_timeout_while(self.lock(), TOLD, |owed| owed.owes(guest, place));
+        let (owed, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        !owed.owes(guest, place)
     }
 
     /// As whom memory hosts are called.
@@ -178,6 +195,7 @@ impl Loans {
                     remove(&debt.path);
                 }
             }
+            self.told.notify_all();
         }
     }
 

@@ -77,7 +77,7 @@ impl Split {
         let mut outage = Outage::default();
         // Whoever waits for a page is not to wait for a connection, too; least of all to one that has gone down since.
         for member in self.lenders.members(number).into_iter().filter(|member| !self.lenders.is_silent(*member)) {
-            let _ = lines.ask(member, |_| Ok(()));
+            lines.connect(member);
         }
         while let Some(page) = self.next_wanted(number) {
             let began = Instant::now();

@@ -3,7 +3,8 @@
 //! ```text
 //! comes    borrow ─▶ Split::add: it has a number ─▶ it is given what leaves
 //! leaves   Split::leave_out: it is given nothing more ─▶ Split::empty: chunk by chunk comes here, and leaves for the
-//!          others as what is too much does ─▶ it has nothing of the guest: its number is free
+//!          others as what is too much does ─▶ it has nothing of the guest ─▶ Split::see_off: its number is free, and
+//!          it is given back what it lent
 //! ```
 //!
 //! One of two that have the same pages may be gone for good. Another takes its place ([`Split::take_place`]): it is as
@@ -52,6 +53,17 @@ impl Split {
         let _on_the_way = lock(&self.on_the_way);
         // There are others to be asked now.
         *lock(&self.stuck) = None;
+    }
+
+    /// Memory hosts with this number have nothing of the guest, and are about to be given back what they lent: nobody
+    /// borrows it anew when this returns, nor later.
+    pub fn see_off(&self, number: usize) {
+        self.lenders.see_off(number);
+    }
+
+    /// The same of all.
+    pub fn see_off_all(&self) {
+        (0..self.lenders.count()).for_each(|number| self.see_off(number));
     }
 
     /// Has another memory host take the place of one of two that have the same pages, which does not answer: the one at

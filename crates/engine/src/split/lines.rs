@@ -90,13 +90,26 @@ impl Lender {
         }
     }
 
-    /// Calls it, not its mirror, for a guest of so many chunks.
-    pub(super) fn call(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
-        let claim = Claim { guest: self.number(claim.guest), ..claim };
-        // The connection's own number and the seed of its checksums; who asks is told by the claim.
-        let session = (random_u128(), random_u128() as u64);
-        MemoryHost::open(&self.peer, self.credentials.as_deref(), session, claim, self.bytes, chunks)
+    /// Calls it, not its mirror, for a guest of so many chunks, and asks for what it is to lend.
+    pub(super) fn borrow(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
+        let claim = self.claim(claim);
+        MemoryHost::open(&self.peer, self.credentials.as_deref(), session(), claim, self.bytes, chunks)
     }
+
+    /// Calls it, not its mirror, where it lends already.
+    pub(super) fn reach(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
+        let claim = self.claim(claim);
+        MemoryHost::reopen(&self.peer, self.credentials.as_deref(), session(), claim, self.bytes, chunks)
+    }
+
+    fn claim(&self, claim: Claim) -> Claim {
+        Claim { guest: self.number(claim.guest), ..claim }
+    }
+}
+
+/// A connection's own number, and the seed of its checksums. Who asks is told by the claim.
+fn session() -> (u128, u64) {
+    (random_u128(), random_u128() as u64)
 }
 
 /// The epochs of a guest's owner, which outlive its daemon.
@@ -116,6 +129,8 @@ pub(super) struct Lenders {
     silent: [AtomicBool; Member::MOST],
     /// Those that have answered again since.
     returned: [AtomicBool; Member::MOST],
+    /// Of each number whether its memory hosts lend; held while one that has lost all is asked to lend anew.
+    lends: [RwLock<bool>; Holder::MAX_HOSTS],
     guest: u128,
     key: u128,
     chunks: u32,
@@ -133,7 +148,8 @@ impl Lenders {
     ) -> Result<Self, MigrateError> {
         let (all, epochs, epoch) = (RwLock::new(all), RwLock::new(epochs), AtomicU64::new(0));
         let [silent, returned] = [(); 2].map(|()| std::array::from_fn(|_| AtomicBool::new(false)));
-        let lenders = Self { all, silent, returned, guest, key, chunks, epochs, epoch };
+        let lends = std::array::from_fn(|_| RwLock::new(true));
+        let lenders = Self { all, silent, returned, lends, guest, key, chunks, epochs, epoch };
         lenders.raise()?;
         Ok(lenders)
     }
@@ -209,6 +225,7 @@ impl Lenders {
             None => all.push(lender),
         }
         drop(all);
+        self.set_lends(number, true);
         (0..MEMBERS).for_each(|which| self.silent[Member { number, which }.index()].store(false, Ordering::Release));
         self.raise()
     }
@@ -225,11 +242,33 @@ impl Lenders {
         self.raise()
     }
 
-    /// Says that a memory host is leaving, or is not.
+    /// Says that a memory host is leaving, or is not, and lends.
     pub(super) fn set_leaving(&self, number: usize, leaving: bool) {
+        if !leaving {
+            self.set_lends(number, true);
+        }
         if let Some(lender) = self.all.write().unwrap_or_else(PoisonError::into_inner).get_mut(number) {
             lender.leaving = leaving;
         }
+    }
+
+    /// The memory hosts of a number have nothing of the guest any more, and are about to be given back what they lent:
+    /// nobody borrows from them when this returns, nor later.
+    pub(super) fn see_off(&self, number: usize) {
+        self.set_lends(number, false);
+    }
+
+    fn set_lends(&self, number: usize, lends: bool) {
+        *self.lends[number].write().unwrap_or_else(PoisonError::into_inner) = lends;
+    }
+
+    /// Whether the memory hosts of a number lend: not once they were [seen off](Self::see_off).
+    pub(super) fn lends(&self, number: usize) -> bool {
+        *self.lends_held(number)
+    }
+
+    fn lends_held(&self, number: usize) -> RwLockReadGuard<'_, bool> {
+        self.lends[number].read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A new epoch: once a memory host has heard of it, nothing that was sent before arrives there.
@@ -252,9 +291,30 @@ impl Lenders {
         self.epoch.load(Ordering::Acquire)
     }
 
+    /// Calls a memory host that lends. One that has lost all that it had, and what it lent with it, lends anew.
     fn open(&self, member: Member, epoch: u64) -> Result<MemoryHost, StoreError> {
+        match self.reach(member, epoch) {
+            Err(StoreError::Refused(Refusal::Closed)) => {}
+            reached => return reached,
+        }
+        let (lender, claim) = self.call(member, epoch);
+        let lends = self.lends_held(member.number);
+        if *lends { lender.borrow(claim, self.chunks) } else { Err(Refusal::LendsNothing.into()) }
+    }
+
+    /// The same, and nothing is borrowed.
+    fn reach(&self, member: Member, epoch: u64) -> Result<MemoryHost, StoreError> {
+        if !self.lends(member.number) {
+            return Err(Refusal::LendsNothing.into());
+        }
+        let (lender, claim) = self.call(member, epoch);
+        lender.reach(claim, self.chunks)
+    }
+
+    /// Whom to call, and as whom.
+    fn call(&self, member: Member, epoch: u64) -> (Lender, Claim) {
         let lender = self.all()[member.number].member(member.which);
-        lender.call(Claim { guest: self.guest, key: self.key, epoch }, self.chunks)
+        (lender, Claim { guest: self.guest, key: self.key, epoch })
     }
 
     fn all(&self) -> RwLockReadGuard<'_, Vec<Lender>> {
@@ -272,6 +332,15 @@ impl<'a> Lines<'a> {
     /// None yet.
     pub(super) fn new(lenders: &'a Lenders) -> Self {
         Self { lenders, lines: (0..Member::MOST).map(|_| None).collect() }
+    }
+
+    /// Connects to a memory host that will be asked, if it can be reached. It lends nothing for that: whoever comes late
+    /// may find that it was given back all it had lent, here or by the guest's next host.
+    pub(super) fn connect(&mut self, member: Member) {
+        let epoch = self.lenders.epoch();
+        let reached = self.lenders.reach(member, epoch);
+        self.lenders.heard(member, matches!(&reached, Err(StoreError::Connection(_))));
+        self.lines[member.index()] = reached.ok().map(|host| (epoch, host));
     }
 
     /// Asks a memory host, in the epoch that is in force here: once more where another thread has raised it meanwhile,
@@ -359,17 +428,56 @@ mod tests {
         peer
     }
 
-    #[test]
-    fn who_is_fenced_by_another_thread_of_its_own_host_asks_once_more_and_who_is_by_another_host_does_not() {
-        let directory = tempfile::tempdir().unwrap();
-        let lender = Lender {
-            peer: lending(directory.path()),
+    fn lender(directory: &std::path::Path) -> Lender {
+        Lender {
+            peer: lending(directory),
             mirror: None,
             once: Default::default(),
             credentials: None,
             bytes: most_bytes(CHUNKS),
             leaving: false,
+        }
+    }
+
+    #[test]
+    fn who_was_seen_off_is_not_called_until_its_number_is_given_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let lender = lender(directory.path());
+        let lenders = Lenders::new(vec![lender.clone()], (7, 8), CHUNKS, Box::new(Counter(AtomicU64::new(0)))).unwrap();
+        lenders.see_off(FIRST.number);
+        let refused = Lines::new(&lenders).ask(FIRST, |_| Ok(()));
+        assert!(matches!(refused, Err(StoreError::Refused(Refusal::LendsNothing))), "{refused:?}");
+        assert!(!lenders.lends(FIRST.number) && !lenders.is_silent(FIRST));
+        lenders.put(FIRST.number, lender).unwrap();
+        assert!(Lines::new(&lenders).ask(FIRST, |_| Ok(())).is_ok());
+    }
+
+    /// A thread that was late connected to one that had just been given back what it lent, by this host or by the
+    /// guest's next one, and had it lend for ever. (Seen so.)
+    #[test]
+    fn who_connects_ahead_of_need_borrows_nothing_and_who_asks_one_that_has_lost_all_does() {
+        let directory = tempfile::tempdir().unwrap();
+        let lender = lender(directory.path());
+        let lenders = Lenders::new(vec![lender.clone()], (7, 8), CHUNKS, Box::new(Counter(AtomicU64::new(0)))).unwrap();
+        let is_lent = || {
+            let claim = Claim { guest: 7, key: 8, epoch: lenders.epoch() };
+            match lender.reach(claim, CHUNKS) {
+                Ok(_) => true,
+                Err(StoreError::Refused(Refusal::Closed)) => false,
+                Err(error) => panic!("{error}"),
+            }
         };
+        let mut lines = Lines::new(&lenders);
+        lines.connect(FIRST);
+        assert!(!is_lent() && !lenders.is_silent(FIRST));
+        lines.ask(FIRST, |host| host.held(ChunkIndex(0))).unwrap();
+        assert!(is_lent());
+    }
+
+    #[test]
+    fn who_is_fenced_by_another_thread_of_its_own_host_asks_once_more_and_who_is_by_another_host_does_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let lender = lender(directory.path());
         let owner =
             || Lenders::new(vec![lender.clone()], (7, 8), CHUNKS, Box::new(Counter(AtomicU64::new(0)))).unwrap();
         let (lenders, chunk) = (owner(), ChunkIndex(0));

@@ -12,7 +12,7 @@ use crate::store::client::{MemoryHost, StoreError};
 /// It refuses, or is not to be reached; where its answer was lost, it may have granted it.
 pub fn borrow(lender: &Lender, claim: Claim, chunks: u32) -> Result<(), SplitError> {
     let failed = |error| SplitError::Host { peer: lender.peer.clone(), source: Box::new(error) };
-    lender.call(claim, chunks).map(drop).map_err(failed)
+    lender.borrow(claim, chunks).map(drop).map_err(failed)
 }
 
 /// Gives everything back that one memory host, not its mirror, has lent to a guest, and its pages with it. More than
@@ -21,7 +21,7 @@ pub fn borrow(lender: &Lender, claim: Claim, chunks: u32) -> Result<(), SplitErr
 /// # Errors
 /// It is not to be reached, or its own files fail: it may still have what it lent.
 pub fn give_back(lender: &Lender, claim: Claim, chunks: u32) -> Result<(), StoreError> {
-    match lender.call(claim, chunks).and_then(MemoryHost::close) {
+    match lender.reach(claim, chunks).and_then(MemoryHost::close) {
         // One that does not know the guest refuses as it does to any stranger: then there is nothing to give back.
         Err(StoreError::Refused(
             Refusal::LendsNothing

@@ -204,7 +204,7 @@ impl Split {
         }
         let chunks = pager.ram().layout().chunks();
         let lenders = Lenders::new(lenders, guest, chunks, epochs)?;
-        Ok(Arc::new(Self {
+        let split = Self {
             pager,
             lenders,
             digester: Digester::of(VERSION, guest.1),
@@ -230,7 +230,11 @@ impl Split {
             kept: AtomicU64::new(0),
             unsent: AtomicU64::new(0),
             back: AtomicU64::new(0),
-        }))
+        };
+        // Perhaps they have all that they lent back: an earlier daemon has told them, or this one is about to.
+        let gone = |number: &usize| split.lenders.is_leaving(*number) && !split.has_pages(*number);
+        (0..split.lenders.count()).filter(gone).for_each(|number| split.see_off(number));
+        Ok(Arc::new(split))
     }
 
     fn spawn(self: &Arc<Self>, name: &str, work: impl FnOnce(&Self) + Send + 'static) -> Result<(), SplitError> {
@@ -297,6 +301,8 @@ impl Split {
     pub fn end(&self) {
         self.pager.note_all();
         self.stop();
+        // Nor does whoever looks for those that are silent: what was lent is given back.
+        self.see_off_all();
         self.pager.end();
     }
 

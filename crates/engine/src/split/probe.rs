@@ -28,9 +28,10 @@ impl Split {
         Ok(())
     }
 
-    /// The memory hosts that have mirrors.
+    /// The memory hosts that have mirrors, and lend.
     fn pairs(&self) -> Vec<Member> {
-        let all = (0..self.lenders.count()).flat_map(|number| self.lenders.members(number));
+        let lend = (0..self.lenders.count()).filter(|number| self.lenders.lends(*number));
+        let all = lend.flat_map(|number| self.lenders.members(number));
         all.filter(|member| self.lenders.has_mirror(*member)).collect()
     }
 

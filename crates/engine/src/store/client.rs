@@ -68,13 +68,43 @@ impl MemoryHost {
     pub fn open(
         peer: &str,
         credentials: Option<&Credentials>,
-        (session, key): (u128, u64),
+        session: (u128, u64),
         claim: Claim,
         bytes: u64,
         chunks: u32,
     ) -> Result<Self, StoreError> {
+        Self::call(peer, credentials, session, (claim, chunks), |_| StoreRequest::Open { claim, bytes, chunks })
+    }
+
+    /// Calls a memory host that has granted so much before. One that has not grants nothing; one of an older version
+    /// does. Otherwise as [`open`](Self::open).
+    ///
+    /// # Errors
+    /// [`StoreError`]; [`Refusal::Closed`] where nothing is granted.
+    pub fn reopen(
+        peer: &str,
+        credentials: Option<&Credentials>,
+        session: (u128, u64),
+        claim: Claim,
+        bytes: u64,
+        chunks: u32,
+    ) -> Result<Self, StoreError> {
+        Self::call(peer, credentials, session, (claim, chunks), |features| match features.contains(Features::REOPENS) {
+            true => StoreRequest::Reopen { claim, chunks },
+            false => StoreRequest::Open { claim, bytes, chunks },
+        })
+    }
+
+    fn call(
+        peer: &str,
+        credentials: Option<&Credentials>,
+        (session, key): (u128, u64),
+        (claim, chunks): (Claim, u32),
+        request: impl FnOnce(Features) -> StoreRequest,
+    ) -> Result<Self, StoreError> {
         let session = SessionKey { session, key, needed: Features::STORES };
         let connection = call(peer, session, Role::Store, credentials)?;
+        let request = request(connection.features());
         let mut host = Self {
             messages: Messages::new(connection, key),
             reader: FrameReader::new(key, Features::NONE),
@@ -85,7 +115,7 @@ impl MemoryHost {
             held: 0,
             patience: ANSWER_TIMEOUT,
         };
-        match host.ask(&StoreRequest::Open { claim, bytes, chunks })? {
+        match host.ask(&request)? {
             StoreReply::Opened { host: name, held } => {
                 (host.name, host.held) = (name, held);
                 Ok(host)

@@ -86,6 +86,16 @@ impl Store {
         Ok(shelf)
     }
 
+    /// Lets a guest's owner come back to what was granted.
+    ///
+    /// # Errors
+    /// [`Refusal::Closed`] where nothing is, or another [`Refusal`].
+    pub(crate) fn granted(&self, claim: &Claim, chunks: u32) -> Result<Arc<Shelf>, Refusal> {
+        let shelf = self.lock().get(&claim.guest).cloned().ok_or(Refusal::Closed)?;
+        let granted_bytes = shelf.loan().granted_bytes;
+        shelf.open(claim, granted_bytes, chunks).map(|()| shelf)
+    }
+
     /// Gives back what was granted to a guest, all its pages with it. Where an `owner` asks, it must be the present
     /// one; a person may always.
     ///

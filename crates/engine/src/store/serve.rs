@@ -71,12 +71,15 @@ impl Serving {
         room_bytes: impl Fn() -> u64,
     ) -> Result<Option<(Arc<Shelf>, Claim, Layout)>, MigrateError> {
         let Some(request) = self.next()? else { return Ok(None) };
-        let StoreRequest::Open { claim, bytes, chunks } = request else {
-            let refusal = Refusal::Request(format!("{} before open", request.name()));
-            return self.reply(&StoreReply::Refused(refusal)).map(|()| None);
+        let opened = match request {
+            StoreRequest::Open { claim, bytes, chunks } => {
+                store.grant(&claim, bytes, chunks, room_bytes()).map(|shelf| (shelf, claim, chunks))
+            }
+            StoreRequest::Reopen { claim, chunks } => store.granted(&claim, chunks).map(|shelf| (shelf, claim, chunks)),
+            other => Err(Refusal::Request(format!("{} before open", other.name()))),
         };
-        match store.grant(&claim, bytes, chunks, room_bytes()) {
-            Ok(shelf) => {
+        match opened {
+            Ok((shelf, claim, chunks)) => {
                 let held = shelf.held_chunks();
                 self.reply(&StoreReply::Opened { host: store.host.clone(), held })?;
                 Ok(Some((shelf, claim, Layout::of_chunks(chunks)?)))
@@ -111,7 +114,7 @@ impl Serving {
             }
             StoreRequest::Inventory { first, most } => shelf.inventory(epoch, first, most).map(StoreReply::Inventory),
             StoreRequest::Prepare => shelf.prepare(epoch).map(StoreReply::Prepared),
-            StoreRequest::Open { .. } | StoreRequest::Close => {
+            StoreRequest::Open { .. } | StoreRequest::Reopen { .. } | StoreRequest::Close => {
                 Err(Refusal::Request(format!("{} at this moment", request.name())))
             }
         };

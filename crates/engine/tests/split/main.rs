@@ -77,10 +77,11 @@ use relay::Relay;
 use sterna_engine::agent::{Discard, UnderWay};
 use sterna_engine::memory::{BlockFile, Memory, kind};
 use sterna_engine::paging::{Pager, PagingMeans};
+use sterna_engine::split::loans::borrow;
 use sterna_engine::split::room::Room;
 use sterna_engine::split::{Epochs, Lender, Split, SplitError};
 use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
-use sterna_protocol::store::most_bytes;
+use sterna_protocol::store::{Claim, most_bytes};
 use sterna_sys::map::{Access, SharedMapping};
 
 const CHUNKS: u32 = 8;
@@ -168,6 +169,8 @@ impl Guest {
     }
 
     fn split_over(&self, lenders: Vec<Lender>) -> Arc<Split> {
+        let claim = Claim { guest: GUEST.0, key: GUEST.1, epoch: self.epochs.raise().unwrap() };
+        lenders.iter().flat_map(Lender::members).for_each(|lender| borrow(&lender, claim, CHUNKS).unwrap());
         let pager = Pager::open(self.ram(), self.means(), None).unwrap();
         Split::begin(pager, lenders, GUEST, Box::new(self.epochs.clone())).unwrap()
     }
