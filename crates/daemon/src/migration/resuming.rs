@@ -93,7 +93,7 @@ impl Resuming {
 /// The activity of a machine whose guest belongs to this host after a migration, and whose QEMU has not let it run yet.
 impl Activity for Resuming {
     fn describe(&self) -> &'static str {
-        "it is stopped, and being let run"
+        "its QEMU is being asked to let it run"
     }
 
     fn show(&self) -> Shown {
