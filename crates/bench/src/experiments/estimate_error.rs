@@ -38,11 +38,12 @@ const WORKLOADS: &[Workload] = &[
 ];
 
 /// Each guest is moved by each mode in turn, to the host where it is not.
-const TRIPS: [(Mode, &str); 4] = [
+const TRIPS: [(Mode, &str); 5] = [
     (Mode::Precopy, "precopy"),
     (Mode::StopAndCopy, "stop-and-copy"),
     (Mode::Hybrid, "hybrid"),
     (Mode::Postcopy, "postcopy"),
+    (Mode::Auto, "auto"),
 ];
 
 pub(super) fn plan(options: &Options) -> Result<Plan> {
