@@ -1,9 +1,9 @@
 //! Memory hosts: a daemon keeps pages of a guest that runs elsewhere.
 //!
 //! A connection of the role [`Store`](crate::hello::Role::Store) is about one guest. Its first request is
-//! [`Open`](crate::store::StoreRequest::Open) or [`Reopen`](crate::store::StoreRequest::Reopen); then requests and replies take turns, in the form of messages
-//! ([`message`](crate::message)). Where a request or a reply has pages, a chunk frame ([`frame`](crate::frame)) follows
-//! it.
+//! [`Open`](crate::store::StoreRequest::Open) or [`Reopen`](crate::store::StoreRequest::Reopen); then requests and
+//! replies take turns, in the form of messages ([`message`](crate::message)). Where a request or a reply has pages, a
+//! chunk frame ([`frame`](crate::frame)) follows it.
 //!
 //! **A store never decides who owns a guest.** It knows the guest's number, a key that only the guest's owners know,
 //! and the *epoch* of the present owner, which rises whenever the guest changes hands. Who opens with a higher epoch

@@ -334,8 +334,8 @@ impl<'a> Lines<'a> {
         Self { lenders, lines: (0..Member::MOST).map(|_| None).collect() }
     }
 
-    /// Connects to a memory host that will be asked, if it can be reached. It lends nothing for that: whoever comes late
-    /// may find that it was given back all it had lent, here or by the guest's next host.
+    /// Connects to a memory host that will be asked, if it can be reached. It lends nothing for that: whoever comes
+    /// late may find that it was given back all it had lent, here or by the guest's next host.
     pub(super) fn connect(&mut self, member: Member) {
         let epoch = self.lenders.epoch();
         let reached = self.lenders.reach(member, epoch);

@@ -237,7 +237,10 @@ fn slow_and_looked_at() -> MigrateOptions {
 }
 
 fn goes_once_before_it_goes_again(report: &Report) {
-    assert_eq!((report.status, report.mode.as_str()), (Status::Completed, "precopy"));
+    // A link that is slow because processors are busy has the last pages follow the guest.
+    let reason = report.postcopy.reason.as_deref();
+    assert!(report.mode == "precopy" || reason.is_some_and(|why| why.contains("no shorter")), "{reason:?}");
+    assert_eq!(report.status, Status::Completed);
     let rounds = &report.rounds;
     let gone = |count: usize| rounds[..count].iter().map(|round| round.sent_pages).sum::<u64>();
     assert!(rounds[0].sent_pages < PAGES / 2, "it was cut: {rounds:#?}");

@@ -183,10 +183,7 @@ impl Guest {
     fn recover_over(&self, lenders: Vec<Lender>) -> Result<Arc<Split>, SplitError> {
         let pager = Pager::recover(self.ram(), self.means()).unwrap();
         let recovered = Split::recover(Arc::clone(&pager), lenders, GUEST, Box::new(self.epochs.clone()));
-        if recovered.is_err() {
-            pager.die();
-        }
-        recovered
+        recovered.inspect_err(|_| pager.die())
     }
 
     /// Reads the first word of a page, as the guest does: it waits where it has to.
