@@ -193,7 +193,8 @@ fn a_first_round_that_is_cut_to_look_at_the_guest_goes_on_as_if_it_had_not_been(
     }
     let ram = full_ram();
     let (host, peer, _) = destination(&ram, Program::Ascending);
-    let writers = Writers::start(&ram, 0..24, Duration::from_millis(1));
+    // So few that they fit into a pause also where busy processors make the link slow.
+    let writers = Writers::start(&ram, 0..8, Duration::from_millis(1));
     let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &slow_and_looked_at());
     goes_once_before_it_goes_again(&outcome.report);
     host.assert_same(&ram);
@@ -237,10 +238,7 @@ fn slow_and_looked_at() -> MigrateOptions {
 }
 
 fn goes_once_before_it_goes_again(report: &Report) {
-    // A link that is slow because processors are busy has the last pages follow the guest.
-    let reason = report.postcopy.reason.as_deref();
-    assert!(report.mode == "precopy" || reason.is_some_and(|why| why.contains("no shorter")), "{reason:?}");
-    assert_eq!(report.status, Status::Completed);
+    assert_eq!((report.status, report.mode.as_str()), (Status::Completed, "precopy"));
     let rounds = &report.rounds;
     let gone = |count: usize| rounds[..count].iter().map(|round| round.sent_pages).sum::<u64>();
     assert!(rounds[0].sent_pages < PAGES / 2, "it was cut: {rounds:#?}");
