@@ -290,8 +290,8 @@ impl Splits {
 
     /// A machine is as any other from now on: all of its memory is here. What it was lent is given back.
     fn forget(&self, record: &VmRecord) {
-        // Whoever called a memory host that has all back would borrow it anew. It is not ended yet: a daemon that finds
-        // the machine split needs the userfaultfd that is closed then.
+        // Nobody borrows anew what is given back. It is not ended yet: a daemon that finds the machine split needs the
+        // userfaultfd that is closed then.
         let remote = self.care.machines.remote(&record.name);
         remote.iter().for_each(|remote| remote.see_off());
         // A daemon that finds the machine split and its debt knows that it must not be paid yet.

@@ -183,7 +183,7 @@ impl Remote {
         })
     }
 
-    /// Nobody calls its memory hosts any more: all pages are here, and what was lent is about to be given back.
+    /// Nobody borrows from its memory hosts any more: all pages are here, and what was lent is about to be given back.
     pub fn see_off(&self) {
         self.split.get().into_iter().for_each(|split| split.see_off_all());
     }

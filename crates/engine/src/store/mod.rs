@@ -91,7 +91,9 @@ impl Store {
     /// # Errors
     /// [`Refusal::Closed`] where nothing is, or another [`Refusal`].
     pub(crate) fn granted(&self, claim: &Claim, chunks: u32) -> Result<Arc<Shelf>, Refusal> {
-        let shelf = self.lock().get(&claim.guest).cloned().ok_or(Refusal::Closed)?;
+        // Held throughout: what was granted is not changed meanwhile.
+        let shelves = self.lock();
+        let shelf = shelves.get(&claim.guest).cloned().ok_or(Refusal::Closed)?;
         let granted_bytes = shelf.loan().granted_bytes;
         shelf.open(claim, granted_bytes, chunks).map(|()| shelf)
     }
