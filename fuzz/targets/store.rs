@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sterna_protocol::message::{PREFIX_BYTES, decode, decode_prefix, encode};
 use sterna_protocol::pages::PageSet;
-use sterna_protocol::store::{Claim, Holdings, StoreReply, StoreRequest};
+use sterna_protocol::store::{Claim, Holdings, MAX_STRIPE, StoreReply, StoreRequest};
 
 const KEY: u64 = 7;
 const CLAIM: Claim = Claim { guest: 1, key: 2, epoch: 3 };
@@ -15,6 +15,7 @@ fuzz_target!(|bytes: &[u8]| {
     whole::<StoreReply>(bytes);
     whole::<StoreRequest>(bytes);
     let mut holdings = Holdings::new(CLAIM, 3 << 20, 8);
+    let mut parity = Holdings::of_parity(CLAIM, 3 << 20, 8, 2);
     for request in bytes.chunks_exact(128) {
         let (sets, body) = request.split_at(2 * PageSet::BYTES);
         let sets: Vec<PageSet> = sets.as_chunks().0.iter().map(PageSet::from_bytes).collect();
@@ -48,8 +49,29 @@ fuzz_target!(|bytes: &[u8]| {
                 let entries = holdings.inventory(first, most);
                 assert!(entries.len() <= most as usize && entries.is_sorted_by_key(|entry| entry.chunk));
             }
-            StoreRequest::Prepare | StoreRequest::Close => {}
+            StoreRequest::OpenParity { stripe, .. } => {
+                parity = Holdings::of_parity(CLAIM, 3 << 20, 8, stripe % (MAX_STRIPE + 1));
+            }
+            StoreRequest::Unfold { chunk, version } => {
+                // What is not in it is put there; what is, is taken out.
+                if let Ok(left) = parity.may_unfold(chunk, version, &sets[0], &sets[1]) {
+                    parity.note(chunk, left);
+                } else if let Ok(after) =
+                    parity.may_fold(chunk, version, parity.held(chunk).map(|held| held.version), sets[0], sets[1])
+                {
+                    parity.note(chunk, after);
+                }
+            }
+            StoreRequest::Sum { chunk, pages } => {
+                if let Ok(sum) = parity.may_sum(chunk, &PageSet::from_bytes(&pages)) {
+                    assert_eq!(sum.full.or(&sum.zero), PageSet::from_bytes(&pages));
+                    let fits = |other, pages: &PageSet| other != chunk && pages.without(&sum.full).is_empty();
+                    assert!(sum.others.iter().all(|(other, pages)| fits(*other, pages)));
+                }
+            }
+            StoreRequest::Reset { .. } | StoreRequest::Reopen { .. } | StoreRequest::Prepare | StoreRequest::Close => {}
         }
+        assert!(parity.used_bytes() <= parity.granted_bytes());
         assert!(holdings.used_bytes() <= holdings.granted_bytes());
         assert_eq!(holdings.used_bytes(), holdings.iter().map(|(_, held)| held.bytes()).sum::<u64>());
         assert!(holdings.iter().all(|(chunk, held)| chunk.0 < 8 && held.full.and(&held.zero).is_empty()));

@@ -61,12 +61,14 @@ impl Features {
     pub const POOLS: Self = Self(1 << 13);
     /// Of the memory that it lends it can be asked for what was granted before, and for nothing else.
     pub const REOPENS: Self = Self(1 << 14);
+    /// It can keep the parity of pages that other memory hosts have.
+    pub const PARITY: Self = Self(1 << 15);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b111_1111_1111_1111);
-    const NAMES: [(Self, &'static str); 16] = [
+    pub const KNOWN: Self = Self(0b1111_1111_1111_1111);
+    const NAMES: [(Self, &'static str); 17] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -82,6 +84,7 @@ impl Features {
         (Self::SPLIT, "machines whose memory is at memory hosts (split)"),
         (Self::POOLS, "the number of a gang's pool"),
         (Self::REOPENS, "memory that is lent when it is asked for, and not with every call (split)"),
+        (Self::PARITY, "parity of memory at other hosts (redundancy parity)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

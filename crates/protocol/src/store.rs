@@ -13,18 +13,28 @@
 //! **Versions.** The owner numbers what it sends of a chunk. A store has one version of a chunk, takes only a higher
 //! one (or the same again, where the answer was lost), and gives nothing but what it was asked for. So an answer that
 //! was lost, and a request that comes twice, do no harm.
+//!
+//! **Parity.** Opened with [`OpenParity`](crate::store::StoreRequest::OpenParity) a store keeps no pages, but *folds*
+//! together those that other stores have: of so many chunks in a row, a *stripe*, one after the other, the bodies of
+//! pages at the same place are XORed into one. It notes what it has of each chunk as it would of pages that it kept.
+//! Folding is undone by folding in the same body once more, so what is *unfolded* comes with its bodies; those are
+//! compared with the digests that were noted. Whoever has lost a chunk gets the stripe's
+//! [sum](crate::store::StoreRequest::Sum), and folds out of it what the others have.
 
 /// What a store has of a guest: which request changes what.
 mod holdings;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::holdings::{Held, Holdings, Put, SLOT_BYTES};
+pub use self::holdings::{Held, Holdings, Put, SLOT_BYTES, Sum};
 use crate::layout::{CHUNK_PAGES, ChunkIndex};
 use crate::pages::PageSet;
 
 /// The most chunks that one [`StoreReply::Inventory`] names.
 pub const MAX_INVENTORY: usize = 16_384;
+
+/// The most chunks of a stripe.
+pub const MAX_STRIPE: u32 = 16;
 
 /// Who asks, and for which guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,6 +107,38 @@ pub enum StoreRequest {
         /// The guest's chunks: their number.
         chunks: u32,
     },
+    /// As `Open`, for the parity of the guest's chunks. What follows is about parity then: a `Put` adds pages that are
+    /// not in it yet, and a `Get` or `Release` may not come. Only to a store that knows
+    /// [`PARITY`](crate::hello::Features::PARITY).
+    OpenParity {
+        /// Who asks.
+        claim: Claim,
+        /// How much the store may be asked to keep, bytes.
+        bytes: u64,
+        /// The guest's chunks: their number.
+        chunks: u32,
+        /// Of how many chunks, one after the other, a stripe is made: 2 to [`MAX_STRIPE`].
+        stripe: u32,
+    },
+    /// A chunk frame follows: these pages of a chunk, as they were put, are in the parity no more.
+    Unfold {
+        /// The chunk.
+        chunk: ChunkIndex,
+        /// The version that the store must have.
+        version: u64,
+    },
+    /// Asks for the parity of pages of a chunk, and of which other chunks there is something in it.
+    Sum {
+        /// The chunk.
+        chunk: ChunkIndex,
+        /// The set's bytes.
+        pages: [u8; PageSet::BYTES],
+    },
+    /// Nothing counts any more of the stripe of this chunk.
+    Reset {
+        /// Any of the stripe's chunks.
+        chunk: ChunkIndex,
+    },
 }
 
 impl StoreRequest {
@@ -112,6 +154,10 @@ impl StoreRequest {
             Self::Prepare => "prepare",
             Self::Close => "close",
             Self::Reopen { .. } => "reopen",
+            Self::OpenParity { .. } => "open for parity",
+            Self::Unfold { .. } => "unfold",
+            Self::Sum { .. } => "sum",
+            Self::Reset { .. } => "reset",
         }
     }
 }
@@ -145,6 +191,15 @@ pub enum StoreReply {
     Closed,
     /// To any request: it was not done.
     Refused(Refusal),
+    /// To `Unfold` and `Reset`.
+    Unfolded,
+    /// To `Sum`: a chunk frame with the parity of the pages that have a body follows, and the others as zeros.
+    Summed {
+        /// The digests of those pages themselves, in order, as they were put.
+        digests: Vec<u64>,
+        /// Other chunks of the stripe that are in that parity, and which of these pages (a set's bytes).
+        others: Vec<(ChunkIndex, [u8; PageSet::BYTES])>,
+    },
 }
 
 /// What a store has of a chunk.

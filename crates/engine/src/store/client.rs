@@ -42,6 +42,17 @@ pub struct Pages {
     pub digests: Vec<u64>,
 }
 
+/// The parity of pages of a chunk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Summed {
+    /// The parity itself; pages of zeros are in it as such.
+    pub parity: Pages,
+    /// The digests of the chunk's own pages with a body, in order.
+    pub digests: Vec<u64>,
+    /// The other chunks that are in it, and which of these pages.
+    pub others: Vec<(ChunkIndex, PageSet)>,
+}
+
 /// The owner's end of a connection to a memory host: one request at a time. For requests side by side there are more
 /// connections, all of the same claim.
 #[derive(Debug)]
@@ -95,14 +106,43 @@ impl MemoryHost {
         })
     }
 
+    /// Calls a memory host for the parity of a guest's chunks, `stripe` of them together. Otherwise as
+    /// [`open`](Self::open).
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn open_parity(
+        peer: &str,
+        credentials: Option<&Credentials>,
+        session: (u128, u64),
+        claim: Claim,
+        bytes: u64,
+        (chunks, stripe): (u32, u32),
+    ) -> Result<Self, StoreError> {
+        let needed = Features::STORES.and(Features::PARITY);
+        let request = |_| StoreRequest::OpenParity { claim, bytes, chunks, stripe };
+        Self::call_needing(needed, peer, credentials, session, (claim, chunks), request)
+    }
+
     fn call(
+        peer: &str,
+        credentials: Option<&Credentials>,
+        session: (u128, u64),
+        of: (Claim, u32),
+        request: impl FnOnce(Features) -> StoreRequest,
+    ) -> Result<Self, StoreError> {
+        Self::call_needing(Features::STORES, peer, credentials, session, of, request)
+    }
+
+    fn call_needing(
+        needed: Features,
         peer: &str,
         credentials: Option<&Credentials>,
         (session, key): (u128, u64),
         (claim, chunks): (Claim, u32),
         request: impl FnOnce(Features) -> StoreRequest,
     ) -> Result<Self, StoreError> {
-        let session = SessionKey { session, key, needed: Features::STORES };
+        let session = SessionKey { session, key, needed };
         let connection = call(peer, session, Role::Store, credentials)?;
         let request = request(connection.features());
         let mut host = Self {
@@ -158,20 +198,77 @@ impl MemoryHost {
         (full, zero): (PageSet, PageSet),
         bodies: &[Outgoing<'_>],
     ) -> Result<Vec<u64>, StoreError> {
-        let frame = ChunkFrame { round: 0, chunk, full, zero };
-        assert_eq!(bodies.iter().map(Outgoing::bytes).sum::<usize>(), frame.body_bytes(), "the pages' bodies");
-        let limited = self.messages.connection_mut().set_write_timeout(Some(self.patience));
-        limited.map_err(MigrateError::link("limiting how long pages may take"))?;
-        self.messages.send(&StoreRequest::Put { chunk, version, base })?;
-        // Digests of what a guest may change on its way say nothing: those that count come back.
-        let head = self.writer.head(&Frame::Chunk(frame), &vec![0; full.len()]);
-        let mut vectors: Vec<_> =
-            std::iter::once(Outgoing::from(head.as_slice())).chain(bodies.iter().copied()).collect();
-        self.messages.connection_mut().send(&mut vectors).map_err(link_broke)?;
+        self.send_pages(&StoreRequest::Put { chunk, version, base }, (chunk, full, zero), bodies)?;
         match self.answer(self.patience)? {
             StoreReply::Kept { digests } if digests.len() == full.len() => Ok(digests),
             _ => Err(other().into()),
         }
+    }
+
+    /// Has it fold pages of a chunk out of its parity, which must be of this version: those of `full` with the
+    /// `bodies`, in order, as they were put.
+    ///
+    /// # Errors
+    /// [`StoreError`]; [`Refusal::Absent`] where it was given others.
+    ///
+    /// # Panics
+    /// Where `bodies` are not those of `full`.
+    pub fn unfold(
+        &mut self,
+        (chunk, version): (ChunkIndex, u64),
+        (full, zero): (PageSet, PageSet),
+        bodies: &[u8],
+    ) -> Result<(), StoreError> {
+        let bodies: Vec<_> = bodies.chunks_exact(PAGE_BYTES).map(Outgoing::from).collect();
+        self.send_pages(&StoreRequest::Unfold { chunk, version }, (chunk, full, zero), &bodies)?;
+        match self.answer(self.patience)? {
+            StoreReply::Unfolded => Ok(()),
+            _ => Err(other().into()),
+        }
+    }
+
+    /// Has it forget the parity of a chunk's stripe.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn reset(&mut self, chunk: ChunkIndex) -> Result<(), StoreError> {
+        match self.ask_within(self.patience, &StoreRequest::Reset { chunk })? {
+            StoreReply::Unfolded => Ok(()),
+            _ => Err(other().into()),
+        }
+    }
+
+    /// Its parity of pages of a chunk.
+    ///
+    /// # Errors
+    /// [`StoreError`]; also where what came is not what its digest says.
+    pub fn sum(&mut self, patience: Duration, chunk: ChunkIndex, pages: &PageSet) -> Result<Summed, StoreError> {
+        let reply = self.ask_within(patience, &StoreRequest::Sum { chunk, pages: pages.to_bytes() })?;
+        let StoreReply::Summed { digests, others } = reply else { return Err(other().into()) };
+        let parity = self.pages(chunk, pages)?;
+        if digests.len() != parity.full.len() {
+            return Err(other().into());
+        }
+        let others = others.into_iter().map(|(chunk, pages)| (chunk, PageSet::from_bytes(&pages))).collect();
+        Ok(Summed { parity, digests, others })
+    }
+
+    fn send_pages(
+        &mut self,
+        request: &StoreRequest,
+        (chunk, full, zero): (ChunkIndex, PageSet, PageSet),
+        bodies: &[Outgoing<'_>],
+    ) -> Result<(), StoreError> {
+        let frame = ChunkFrame { round: 0, chunk, full, zero };
+        assert_eq!(bodies.iter().map(Outgoing::bytes).sum::<usize>(), frame.body_bytes(), "the pages' bodies");
+        let limited = self.messages.connection_mut().set_write_timeout(Some(self.patience));
+        limited.map_err(MigrateError::link("limiting how long pages may take"))?;
+        self.messages.send(request)?;
+        // Digests of what a guest may change on its way say nothing: those that count come back.
+        let head = self.writer.head(&Frame::Chunk(frame), &vec![0; full.len()]);
+        let mut vectors: Vec<_> =
+            std::iter::once(Outgoing::from(head.as_slice())).chain(bodies.iter().copied()).collect();
+        Ok(self.messages.connection_mut().send(&mut vectors).map_err(link_broke)?)
     }
 
     /// Pages of a chunk, which must be of this version.
@@ -195,6 +292,11 @@ impl MemoryHost {
     ) -> Result<Pages, StoreError> {
         let request = StoreRequest::Get { chunk, version, pages: pages.to_bytes() };
         let StoreReply::Pages = self.ask_within(patience, &request)? else { return Err(other().into()) };
+        self.pages(chunk, pages)
+    }
+
+    /// The frame with these pages of a chunk.
+    fn pages(&mut self, chunk: ChunkIndex, pages: &PageSet) -> Result<Pages, StoreError> {
         let connection = self.messages.connection_mut();
         let (frame, digests) = match next_frame(connection, &mut self.reader, &self.layout)? {
             Some((Frame::Chunk(frame), digests)) if frame.chunk == chunk && frame.full.or(&frame.zero) == *pages => {

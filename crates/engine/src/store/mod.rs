@@ -12,6 +12,8 @@
 pub mod client;
 /// What is lent to one guest.
 pub mod loan;
+/// What a store has of the parity of one guest's pages.
+pub(crate) mod parity;
 /// The store's end of a connection.
 pub mod serve;
 /// What a store has of one guest, in its files.
@@ -25,7 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use sterna_protocol::layout::MAX_CHUNKS;
-use sterna_protocol::store::{Claim, Refusal};
+use sterna_protocol::store::{Claim, MAX_STRIPE, Refusal};
 
 use self::loan::{Loan, Number};
 use self::shelf::Shelf;
@@ -56,7 +58,16 @@ impl Store {
     ///
     /// # Errors
     /// [`Refusal`].
-    pub(crate) fn grant(&self, claim: &Claim, bytes: u64, chunks: u32, room_bytes: u64) -> Result<Arc<Shelf>, Refusal> {
+    pub(crate) fn grant(
+        &self,
+        claim: &Claim,
+        bytes: u64,
+        (chunks, stripe): (u32, u32),
+        room_bytes: u64,
+    ) -> Result<Arc<Shelf>, Refusal> {
+        if !(1..=MAX_STRIPE).contains(&stripe) {
+            return Err(Refusal::Request(format!("stripes of {stripe} chunks")));
+        }
         if chunks == 0 || u64::from(chunks) > MAX_CHUNKS {
             return Err(Refusal::Request(format!("a guest of {chunks} chunks")));
         }
@@ -71,6 +82,9 @@ impl Store {
             if bytes > has && bytes - has > left {
                 return Err(Refusal::Budget { left_bytes: has + left });
             }
+            if shelf.stripe()? != stripe {
+                return Err(Refusal::Request("another redundancy than before".into()));
+            }
             return shelf.open(claim, bytes, chunks).map(|()| shelf);
         }
         if self.budget_bytes == 0 {
@@ -79,7 +93,7 @@ impl Store {
         if bytes > left {
             return Err(Refusal::Budget { left_bytes: left });
         }
-        let shelf = Shelf::make(&self.dir, claim, bytes, chunks)?;
+        let shelf = Shelf::make(&self.dir, claim, bytes, (chunks, stripe))?;
         let shelf = Arc::new(shelf);
         shelves.insert(claim.guest, Arc::clone(&shelf));
         tracing::info!(guest = %Number(claim.guest), bytes, "memory is lent to a guest of another host");

@@ -1,14 +1,15 @@
 use std::io::Read;
 use std::sync::Arc;
 
-use sterna_protocol::frame::{ChunkFrame, Frame, FrameReader, FrameWriter};
-use sterna_protocol::hello::Features;
-use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, Layout};
+use sterna_protocol::frame::{ChunkFrame, Digester, Frame, FrameReader, FrameWriter};
+use sterna_protocol::hello::{Features, VERSION};
+use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{Claim, Refusal, StoreReply, StoreRequest};
 use sterna_sys::iovec::Outgoing;
 
 use super::Store;
+use super::parity::Summed;
 use super::shelf::{Got, Shelf};
 use crate::error::MigrateError;
 use crate::source::stream::link_broke;
@@ -32,8 +33,10 @@ pub fn serve(
         reader: FrameReader::new(key, Features::NONE),
         writer: FrameWriter::new(key),
         buffer: Vec::new(),
+        digester: Digester::of(VERSION, 0),
     };
     let Some((shelf, claim, layout)) = serving.open(store, room_bytes)? else { return Ok(()) };
+    serving.digester = Digester::of(VERSION, claim.key);
     while let Some(request) = serving.next()? {
         if matches!(request, StoreRequest::Close) {
             return serving.end(store, &claim);
@@ -49,6 +52,8 @@ struct Serving {
     writer: FrameWriter,
     /// The bodies of a put; it grows to a chunk with the first one.
     buffer: Vec<u8>,
+    /// The guest's, once it is known.
+    digester: Digester,
 }
 
 impl Serving {
@@ -73,7 +78,13 @@ impl Serving {
         let Some(request) = self.next()? else { return Ok(None) };
         let opened = match request {
             StoreRequest::Open { claim, bytes, chunks } => {
-                store.grant(&claim, bytes, chunks, room_bytes()).map(|shelf| (shelf, claim, chunks))
+                store.grant(&claim, bytes, (chunks, 1), room_bytes()).map(|shelf| (shelf, claim, chunks))
+            }
+            StoreRequest::OpenParity { claim, bytes, chunks, stripe } => {
+                let stripe = Some(stripe).filter(|stripe| *stripe > 1);
+                let stripe = stripe.ok_or_else(|| Refusal::Request("parity of single chunks".into()));
+                let shelf = stripe.and_then(|stripe| store.grant(&claim, bytes, (chunks, stripe), room_bytes()));
+                shelf.map(|shelf| (shelf, claim, chunks))
             }
             StoreRequest::Reopen { claim, chunks } => store.granted(&claim, chunks).map(|shelf| (shelf, claim, chunks)),
             other => Err(Refusal::Request(format!("{} before open", other.name()))),
@@ -99,9 +110,23 @@ impl Serving {
         let reply = match request {
             StoreRequest::Put { chunk, version, base } => {
                 let (full, zero) = self.frame(chunk, layout)?;
-                let kept = shelf.put(epoch, (chunk, version, base), (full, zero), &self.buffer);
+                let kept = match shelf.stripe() {
+                    Ok(1) => shelf.put(epoch, (chunk, version, base), (full, zero), &self.buffer),
+                    Ok(_) => shelf.fold(epoch, (chunk, version, base), (full, zero), &self.buffer, None),
+                    Err(refusal) => Err(refusal),
+                };
                 kept.map(|digests| StoreReply::Kept { digests })
             }
+            StoreRequest::Unfold { chunk, version } => {
+                let (full, zero) = self.frame(chunk, layout)?;
+                let unfolded = shelf.unfold(epoch, (chunk, version), (full, zero), &self.buffer, None);
+                unfolded.map(|()| StoreReply::Unfolded)
+            }
+            StoreRequest::Sum { chunk, pages } => match shelf.sum(epoch, chunk, &PageSet::from_bytes(&pages)) {
+                Ok(summed) => return self.summed(chunk, summed),
+                Err(refusal) => Err(refusal),
+            },
+            StoreRequest::Reset { chunk } => shelf.reset(epoch, chunk, None).map(|()| StoreReply::Unfolded),
             StoreRequest::Get { chunk, version, pages } => {
                 match shelf.get(epoch, chunk, version, &PageSet::from_bytes(&pages)) {
                     Ok(got) => return self.pages(chunk, &got),
@@ -114,9 +139,10 @@ impl Serving {
             }
             StoreRequest::Inventory { first, most } => shelf.inventory(epoch, first, most).map(StoreReply::Inventory),
             StoreRequest::Prepare => shelf.prepare(epoch).map(StoreReply::Prepared),
-            StoreRequest::Open { .. } | StoreRequest::Reopen { .. } | StoreRequest::Close => {
-                Err(Refusal::Request(format!("{} at this moment", request.name())))
-            }
+            StoreRequest::Open { .. }
+            | StoreRequest::OpenParity { .. }
+            | StoreRequest::Reopen { .. }
+            | StoreRequest::Close => Err(Refusal::Request(format!("{} at this moment", request.name()))),
         };
         self.reply(&reply.unwrap_or_else(StoreReply::Refused))
     }
@@ -136,9 +162,27 @@ impl Serving {
 
     fn pages(&mut self, chunk: ChunkIndex, got: &Got) -> Result<(), MigrateError> {
         self.reply(&StoreReply::Pages)?;
-        let frame = Frame::Chunk(ChunkFrame { round: 0, chunk, full: got.full, zero: got.zero });
-        let head = self.writer.head(&frame, &got.digests);
-        let mut vectors = [Outgoing::from(head.as_slice()), Outgoing::from(got.bodies.as_slice())];
+        self.bodies(chunk, (got.full, got.zero), &got.digests, &got.bodies)
+    }
+
+    fn summed(&mut self, chunk: ChunkIndex, Summed { sum, digests, bodies }: Summed) -> Result<(), MigrateError> {
+        let others = sum.others.iter().map(|(other, pages)| (*other, pages.to_bytes())).collect();
+        self.reply(&StoreReply::Summed { digests, others })?;
+        // Those of the pages say nothing of the parity.
+        let parity: Vec<u64> = bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body)).collect();
+        self.bodies(chunk, (sum.full, sum.zero), &parity, &bodies)
+    }
+
+    fn bodies(
+        &mut self,
+        chunk: ChunkIndex,
+        (full, zero): (PageSet, PageSet),
+        digests: &[u64],
+        bodies: &[u8],
+    ) -> Result<(), MigrateError> {
+        let frame = Frame::Chunk(ChunkFrame { round: 0, chunk, full, zero });
+        let head = self.writer.head(&frame, digests);
+        let mut vectors = [Outgoing::from(head.as_slice()), Outgoing::from(bodies)];
         self.messages.connection_mut().send(&mut vectors).map_err(link_broke)
     }
 

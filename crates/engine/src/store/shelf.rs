@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rustix::fs::OFlags;
 use sterna_protocol::frame::Digester;
 use sterna_protocol::hello::VERSION;
-use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
+use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{Claim, Holdings, InventoryEntry, Refusal, SLOT_BYTES, Summary, Summing};
 use sterna_sys::file::{punch, write_at};
@@ -36,18 +36,19 @@ pub(super) enum Step {
 /// before a later owner's first one, and never half after it.
 #[derive(Debug)]
 pub(crate) struct Shelf {
-    files: Files,
-    digester: Digester,
+    pub(super) files: Files,
+    pub(super) digester: Digester,
     /// `None` where it was given back.
     holdings: Mutex<Option<Holdings>>,
     /// What is lent, as of the last request: nobody who asks waits for a request's pages.
     loan: Mutex<Loan>,
 }
 
+/// A shelf's two files.
 #[derive(Debug)]
-struct Files {
-    pages: File,
-    slots: File,
+pub(super) struct Files {
+    pub(super) pages: File,
+    pub(super) slots: File,
     paths: [PathBuf; 2],
 }
 
@@ -69,17 +70,23 @@ impl Shelf {
     ///
     /// # Errors
     /// [`Refusal::Memory`].
-    pub(super) fn make(dir: &Path, claim: &Claim, granted_bytes: u64, chunks: u32) -> Result<Self, Refusal> {
+    pub(super) fn make(
+        dir: &Path,
+        claim: &Claim,
+        granted_bytes: u64,
+        (chunks, stripe): (u32, u32),
+    ) -> Result<Self, Refusal> {
         let paths = [PAGES, SLOTS].map(|end| dir.join(format!("{}.{end}", Number(claim.guest))));
         let shelf = || -> io::Result<Self> {
             DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
             // What is there and was not understood may be what its guest needs.
             let make = |path: &Path| File::options().read(true).write(true).create_new(true).mode(0o600).open(path);
             let files = Files { pages: make(&paths[0])?, slots: make(&paths[1])?, paths: paths.clone() };
-            files.pages.set_len(u64::from(chunks) * CHUNK_BYTES as u64)?;
-            files.slots.set_len(SLOT_BYTES * (1 + u64::from(chunks)))?;
-            write_at(&files.slots, 0, &Header { claim: *claim, granted_bytes, chunks }.encode())?;
-            Ok(Self::of(files, Holdings::new(*claim, granted_bytes, chunks)))
+            let (pages_bytes, slots_bytes) = Files::sizes(chunks, stripe);
+            files.pages.set_len(pages_bytes)?;
+            files.slots.set_len(slots_bytes)?;
+            write_at(&files.slots, 0, &Header { claim: *claim, granted_bytes, chunks, stripe }.encode())?;
+            Ok(Self::of(files, Holdings::of_parity(*claim, granted_bytes, chunks, stripe)))
         };
         shelf().map_err(|error| {
             if error.kind() != io::ErrorKind::AlreadyExists {
@@ -138,20 +145,16 @@ impl Shelf {
         };
         let files = Files { pages, slots, paths };
         let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_string());
-        let Header { claim, granted_bytes, chunks } = Header::decode(header).ok_or_else(|| wrong("no header"))?;
-        let size = u64::from(chunks) * CHUNK_BYTES as u64;
-        if files.pages.metadata()?.len() != size
-            || files.slots.metadata()?.len() != SLOT_BYTES * (1 + u64::from(chunks))
-        {
+        let header = Header::decode(header).ok_or_else(|| wrong("no header"))?;
+        let Header { claim, granted_bytes, chunks, stripe } = header;
+        if (files.pages.metadata()?.len(), files.slots.metadata()?.len()) != Files::sizes(chunks, stripe) {
             return Err(wrong("another size than its header says"));
         }
-        let mut holdings = Holdings::new(claim, granted_bytes, chunks);
+        let mut holdings = Holdings::of_parity(claim, granted_bytes, chunks, stripe);
         for chunk in (0..chunks).map(ChunkIndex) {
-            let held = files.slot(chunk, claim.key)?.map(|slot| slot.held).unwrap_or_default();
-            holdings.note(chunk, held);
-            // A daemon that was killed may have written bodies that it did not note.
-            files.punch(chunk, &PageSet::first(CHUNK_PAGES).without(&held.full))?;
+            holdings.note(chunk, files.slot(chunk, claim.key)?.map(|slot| slot.held).unwrap_or_default());
         }
+        files.go_on(&mut holdings)?;
         Ok(Some(Self::of(files, holdings)))
     }
 
@@ -170,6 +173,14 @@ impl Shelf {
         all.may_open(claim, all.granted_bytes(), all.chunks()).map(drop)
     }
 
+    /// How many chunks have a stripe of parity together; 1 where it keeps pages.
+    ///
+    /// # Errors
+    /// [`Refusal::Closed`].
+    pub(super) fn stripe(&self) -> Result<u32, Refusal> {
+        self.lock().as_ref().map(Holdings::stripe).ok_or(Refusal::Closed)
+    }
+
     /// Opens it for its owner: earlier ones are refused from now on, also after a restart.
     ///
     /// # Errors
@@ -178,8 +189,8 @@ impl Shelf {
         let mut holdings = self.lock();
         let all = holdings.as_mut().ok_or(Refusal::Closed)?;
         if all.may_open(claim, bytes, chunks)? {
-            let header = Header { claim: *claim, granted_bytes: bytes, chunks }.encode();
-            write_at(&self.files.slots, 0, &header).map_err(failed)?;
+            let header = Header { claim: *claim, granted_bytes: bytes, chunks, stripe: all.stripe() };
+            write_at(&self.files.slots, 0, &header.encode()).map_err(failed)?;
             all.open(*claim, bytes);
             *self.account() = Loan::of(all);
         }
@@ -201,7 +212,11 @@ impl Shelf {
     }
 
     /// Does something for an owner whose epoch is in force.
-    fn with<T>(&self, epoch: u64, what: impl FnOnce(&mut Holdings) -> Result<T, Refusal>) -> Result<T, Refusal> {
+    pub(super) fn with<T>(
+        &self,
+        epoch: u64,
+        what: impl FnOnce(&mut Holdings) -> Result<T, Refusal>,
+    ) -> Result<T, Refusal> {
         let mut holdings = self.lock();
         let all = holdings.as_mut().ok_or(Refusal::Closed)?;
         all.in_force(epoch)?;
@@ -234,6 +249,7 @@ impl Shelf {
     ) -> Result<Vec<u64>, Refusal> {
         let digests: Vec<u64> = bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body)).collect();
         self.with(epoch, |all| {
+            keeps_pages(all)?;
             let put = all.may_put(chunk, version, base, full, zero)?;
             let key = all.claim().key;
             let mut slot = self.files.slot(chunk, key).map_err(failed)?.unwrap_or(Slot::NOTHING);
@@ -264,6 +280,7 @@ impl Shelf {
     /// [`Refusal`].
     pub(super) fn get(&self, epoch: u64, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<Got, Refusal> {
         self.with(epoch, |all| {
+            keeps_pages(all)?;
             let (full, zero) = all.may_get(chunk, version, pages)?;
             let slot = self.files.slot(chunk, all.claim().key).map_err(failed)?;
             let slot = slot.ok_or_else(|| Refusal::Memory("the note of a chunk is damaged".into()))?;
@@ -278,6 +295,7 @@ impl Shelf {
     /// [`Refusal`].
     pub(super) fn release(&self, epoch: u64, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<(), Refusal> {
         self.with(epoch, |all| {
+            keeps_pages(all)?;
             let Some(left) = all.after_release(chunk, version, pages) else { return Ok(()) };
             let key = all.claim().key;
             let mut slot = self.files.slot(chunk, key).map_err(failed)?.unwrap_or(Slot::NOTHING);
@@ -308,9 +326,11 @@ impl Shelf {
             for (chunk, held) in all.iter() {
                 let slot = self.files.slot(chunk, key).map_err(failed)?.filter(|slot| slot.held == *held);
                 let slot = slot.ok_or_else(|| Refusal::Memory("the note of a chunk is damaged".into()))?;
-                let bodies = self.files.read(chunk, &held.full).map_err(failed)?;
+                // What is in parity is compared when it has been folded out of it.
+                let of = if all.stripe() == 1 { held.full } else { PageSet::EMPTY };
+                let bodies = self.files.read(chunk, &of).map_err(failed)?;
                 let digests = bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body));
-                if !digests.eq(slot.of(&held.full)) {
+                if !digests.eq(slot.of(&of)) {
                     return Err(Refusal::Memory(format!("pages of chunk {} are damaged", chunk.0)));
                 }
                 sum.add(chunk, held, slot.of(&held.full));
@@ -335,14 +355,14 @@ impl Shelf {
 
 impl Files {
     /// What is noted of a chunk; `None` where nothing is.
-    fn slot(&self, chunk: ChunkIndex, key: u128) -> io::Result<Option<Slot>> {
+    pub(super) fn slot(&self, chunk: ChunkIndex, key: u128) -> io::Result<Option<Slot>> {
         let mut bytes = [0; NOTE_BYTES];
         self.slots.read_exact_at(&mut bytes, offset(chunk))?;
         Ok(Slot::decode(bytes, chunk, key))
     }
 
     /// Notes what there is of a chunk; a note of nothing takes no memory.
-    fn note(&self, chunk: ChunkIndex, key: u128, slot: &Slot) -> io::Result<()> {
+    pub(super) fn note(&self, chunk: ChunkIndex, key: u128, slot: &Slot) -> io::Result<()> {
         let at = offset(chunk);
         if slot.held.pages().is_empty() {
             return Ok(punch(&self.slots, at..at + SLOT_BYTES)?);
@@ -350,7 +370,7 @@ impl Files {
         Ok(write_at(&self.slots, at, &slot.encode(chunk, key))?)
     }
 
-    fn write(&self, chunk: ChunkIndex, pages: &PageSet, mut bodies: &[u8]) -> io::Result<()> {
+    pub(super) fn write(&self, chunk: ChunkIndex, pages: &PageSet, mut bodies: &[u8]) -> io::Result<()> {
         for (at, bytes) in places(chunk, pages) {
             let (these, others) = bodies.split_at(bytes);
             write_at(&self.pages, at, these)?;
@@ -359,7 +379,7 @@ impl Files {
         Ok(())
     }
 
-    fn read(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<Vec<u8>> {
+    pub(super) fn read(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<Vec<u8>> {
         let mut bodies = vec![0; pages.len() * PAGE_BYTES];
         let mut rest = bodies.as_mut_slice();
         for (at, bytes) in places(chunk, pages) {
@@ -370,7 +390,7 @@ impl Files {
         Ok(bodies)
     }
 
-    fn punch(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+    pub(super) fn punch(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         for (at, bytes) in places(chunk, pages) {
             punch(&self.pages, at..at + bytes as u64)?;
         }
@@ -380,7 +400,7 @@ impl Files {
 
 impl Slot {
     /// The digests of some pages, in order.
-    fn of(&self, pages: &PageSet) -> impl Iterator<Item = u64> {
+    pub(super) fn of(&self, pages: &PageSet) -> impl Iterator<Item = u64> {
         pages.iter().map(|page| self.digests[usize::from(page)])
     }
 }
@@ -391,7 +411,12 @@ fn places(chunk: ChunkIndex, pages: &PageSet) -> impl Iterator<Item = (u64, usiz
     pages.runs().map(move |(first, pages)| (begin + (first * PAGE_BYTES) as u64, pages * PAGE_BYTES))
 }
 
-fn failed(error: impl Into<io::Error>) -> Refusal {
+/// Not where it has parity of them.
+fn keeps_pages(all: &Holdings) -> Result<(), Refusal> {
+    if all.stripe() == 1 { Ok(()) } else { Err(Refusal::Request("pages of which there is parity alone".into())) }
+}
+
+pub(super) fn failed(error: impl Into<io::Error>) -> Refusal {
     Refusal::Memory(error.into().to_string())
 }
 

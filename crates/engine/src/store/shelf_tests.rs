@@ -11,7 +11,7 @@ fn dir() -> tempfile::TempDir {
 }
 
 fn shelf(dir: &Path) -> Shelf {
-    Shelf::make(dir, &CLAIM, most_bytes(CHUNKS), CHUNKS).unwrap()
+    Shelf::make(dir, &CLAIM, most_bytes(CHUNKS), (CHUNKS, 1)).unwrap()
 }
 
 /// What the next daemon finds.
@@ -142,7 +142,7 @@ fn files_that_are_not_understood_are_left_alone() {
     let slots: PathBuf = slots.filter(|path| path.extension().is_some_and(|end| end == SLOTS)).collect();
     File::options().write(true).open(&slots).unwrap().write_all_at(b"?", 3).unwrap();
     assert_eq!(Shelf::find(dir.path()).unwrap().count(), 0);
-    assert!(matches!(Shelf::make(dir.path(), &CLAIM, 1 << 20, CHUNKS), Err(Refusal::Memory(_))));
+    assert!(matches!(Shelf::make(dir.path(), &CLAIM, 1 << 20, (CHUNKS, 1)), Err(Refusal::Memory(_))));
     assert!(slots.exists() && slots.with_extension(PAGES).exists());
 }
 

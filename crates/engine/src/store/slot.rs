@@ -1,12 +1,14 @@
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex};
 use sterna_protocol::pages::PageSet;
-use sterna_protocol::store::{Claim, Held, SLOT_BYTES};
+use sterna_protocol::store::{Claim, Held, MAX_STRIPE, SLOT_BYTES};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 use zerocopy::little_endian::{U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const MAGIC: [u8; 8] = *b"STERNAST";
 const FORMAT: u32 = 1;
+/// Where the format's word says of how many chunks a stripe of parity is made; 0 where pages are kept.
+const STRIPE_SHIFT: u32 = 16;
 
 /// The first bytes of the file of slots: whose it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -28,6 +30,8 @@ pub(super) struct Header {
     pub claim: Claim,
     pub granted_bytes: u64,
     pub chunks: u32,
+    /// Of how many chunks a stripe of parity is made; 1 where pages are kept.
+    pub stripe: u32,
 }
 
 /// Bytes of a header.
@@ -35,9 +39,10 @@ pub(super) const HEADER_BYTES: usize = size_of::<RawHeader>();
 
 impl Header {
     pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
+        let stripe = if self.stripe > 1 { self.stripe << STRIPE_SHIFT } else { 0 };
         let mut raw = RawHeader {
             magic: MAGIC,
-            format: FORMAT.into(),
+            format: (FORMAT | stripe).into(),
             chunks: self.chunks.into(),
             guest: self.claim.guest.into(),
             key: self.claim.key.into(),
@@ -52,11 +57,13 @@ impl Header {
     /// `None` where these bytes are no header, or one of another format.
     pub(super) fn decode(bytes: [u8; HEADER_BYTES]) -> Option<Self> {
         let raw: RawHeader = zerocopy::transmute!(bytes);
-        let right = raw.magic == MAGIC && raw.format.get() == FORMAT && raw.checksum.get() == raw.sum();
+        let (format, stripe) = (raw.format.get() & ((1 << STRIPE_SHIFT) - 1), raw.format.get() >> STRIPE_SHIFT);
+        let right = raw.magic == MAGIC && format == FORMAT && stripe <= MAX_STRIPE && raw.checksum.get() == raw.sum();
         right.then(|| Self {
             claim: Claim { guest: raw.guest.get(), key: raw.key.get(), epoch: raw.epoch.get() },
             granted_bytes: raw.granted_bytes.get(),
             chunks: raw.chunks.get(),
+            stripe: stripe.max(1),
         })
     }
 }
@@ -126,5 +133,56 @@ impl RawSlot {
     fn sum(&self, chunk: ChunkIndex, key: u128) -> u64 {
         let checked = NOTE_BYTES - size_of::<U64>();
         xxh3_64_with_seed(&self.as_bytes()[..checked], (key as u64) ^ (u64::from(chunk.0) << 32 | 1))
+    }
+}
+
+/// A change of parity that is under way, as it lies in the file.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawChange {
+    chunk: U32,
+    resets: U32,
+    pages: [U64; 4],
+    checksum: U64,
+}
+
+/// A change of parity that is under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Change {
+    /// The chunk whose slot it changes.
+    pub chunk: ChunkIndex,
+    /// The pages whose parity lies beside.
+    pub pages: PageSet,
+    /// Nothing lies beside: the chunk's stripe is forgotten.
+    pub resets: bool,
+}
+
+impl Change {
+    pub(super) const BYTES: usize = size_of::<RawChange>();
+
+    pub(super) fn encode(&self, key: u128) -> [u8; Self::BYTES] {
+        let mut raw = RawChange {
+            chunk: self.chunk.0.into(),
+            resets: u32::from(self.resets).into(),
+            pages: self.pages.0.map(U64::new),
+            checksum: U64::ZERO,
+        };
+        raw.checksum = raw.sum(key).into();
+        zerocopy::transmute!(raw)
+    }
+
+    /// `None` where these bytes are none of this guest.
+    pub(super) fn decode(bytes: [u8; Self::BYTES], key: u128) -> Option<Self> {
+        let raw: RawChange = zerocopy::transmute!(bytes);
+        let (chunk, pages) = (ChunkIndex(raw.chunk.get()), PageSet(raw.pages.map(U64::get)));
+        (raw.checksum.get() == raw.sum(key)).then(|| Self { chunk, pages, resets: raw.resets.get() != 0 })
+    }
+}
+
+impl RawChange {
+    fn sum(&self, key: u128) -> u64 {
+        let checked = Change::BYTES - size_of::<U64>();
+        // Bytes that were never written are no change.
+        xxh3_64_with_seed(&self.as_bytes()[..checked], (key as u64) ^ 1)
     }
 }

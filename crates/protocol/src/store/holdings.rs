@@ -50,12 +50,25 @@ pub struct Put {
     pub after: Held,
 }
 
+/// What is asked of a stripe's parity.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sum {
+    /// The pages of the chunk that have a body.
+    pub full: PageSet,
+    /// Those of zeros.
+    pub zero: PageSet,
+    /// Other chunks of the stripe, and which of `full` there are of them in the parity.
+    pub others: Vec<(ChunkIndex, PageSet)>,
+}
+
 /// What a store has of one guest. Changes are checked here, made by whoever keeps the pages, and then noted here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holdings {
     claim: Claim,
     granted_bytes: u64,
     chunks: u32,
+    /// Of how many chunks the bodies of pages at the same place are one: 1 where each is kept, more for parity.
+    stripe: u32,
     held: BTreeMap<ChunkIndex, Held>,
     used_bytes: u64,
 }
@@ -64,7 +77,44 @@ impl Holdings {
     /// Nothing yet, of a guest with so many chunks.
     #[must_use]
     pub fn new(claim: Claim, granted_bytes: u64, chunks: u32) -> Self {
-        Self { claim, granted_bytes, chunks, held: BTreeMap::new(), used_bytes: 0 }
+        Self::of_parity(claim, granted_bytes, chunks, 1)
+    }
+
+    /// Nothing yet, of the parity of a guest's chunks, `stripe` of them together.
+    #[must_use]
+    pub fn of_parity(claim: Claim, granted_bytes: u64, chunks: u32, stripe: u32) -> Self {
+        Self { claim, granted_bytes, chunks, stripe: stripe.max(1), held: BTreeMap::new(), used_bytes: 0 }
+    }
+
+    /// How many chunks have a stripe together; 1 where pages are kept, and no parity of them.
+    #[must_use]
+    pub fn stripe(&self) -> u32 {
+        self.stripe
+    }
+
+    /// The stripe that a chunk is in: its number. Parity lies at the place of the chunk with this number.
+    #[must_use]
+    pub fn stripe_of(&self, chunk: ChunkIndex) -> ChunkIndex {
+        ChunkIndex(chunk.0 / self.stripe)
+    }
+
+    /// What there is of each chunk of a stripe.
+    pub fn in_stripe(&self, stripe: ChunkIndex) -> impl Iterator<Item = (ChunkIndex, &Held)> {
+        let first = stripe.0.saturating_mul(self.stripe);
+        let chunks = ChunkIndex(first)..ChunkIndex(first.saturating_add(self.stripe));
+        self.held.range(chunks).map(|(chunk, held)| (*chunk, held))
+    }
+
+    /// The pages of a stripe of which there is a body.
+    #[must_use]
+    pub fn bodies_of(&self, stripe: ChunkIndex) -> PageSet {
+        self.in_stripe(stripe).fold(PageSet::EMPTY, |all, (_, held)| all.or(&held.full))
+    }
+
+    /// The memory that a stripe takes, bytes.
+    fn stripe_bytes(&self, stripe: ChunkIndex) -> u64 {
+        let slots = self.in_stripe(stripe).filter(|(_, held)| !held.pages().is_empty()).count() as u64;
+        slots * SLOT_BYTES + self.bodies_of(stripe).len() as u64 * PAGE_BYTES as u64
     }
 
     /// The present owner.
@@ -172,6 +222,72 @@ impl Holdings {
         Ok(Put { before: stays.filter(|held| !held.pages().is_empty()), after })
     }
 
+    /// Checks pages of a chunk that are to be folded into the parity. Returns what there is of the chunk afterwards.
+    ///
+    /// # Errors
+    /// [`Refusal::Version`], also where there is something of the chunk and no `base`; [`Refusal::Full`];
+    /// [`Refusal::Request`]: no such chunk, no pages, a page that is both, or one that is in the parity already.
+    pub fn may_fold(
+        &self,
+        chunk: ChunkIndex,
+        version: u64,
+        base: Option<u64>,
+        full: PageSet,
+        zero: PageSet,
+    ) -> Result<Held, Refusal> {
+        if chunk.0 >= self.chunks {
+            return Err(Refusal::Request(format!("the guest has no chunk {}", chunk.0)));
+        }
+        let pages = full.or(&zero);
+        if pages.is_empty() || !full.and(&zero).is_empty() {
+            return Err(Refusal::Request("a chunk that contradicts itself".into()));
+        }
+        let now = self.held.get(&chunk).copied().unwrap_or_default();
+        let has = self.held.get(&chunk).map(|held| held.version);
+        if has != base || version <= now.version {
+            return Err(Refusal::Version { has });
+        }
+        if !now.pages().and(&pages).is_empty() {
+            return Err(Refusal::Request("pages that are in the parity already".into()));
+        }
+        let after = Held { version, full: now.full.or(&full), zero: now.zero.or(&zero) };
+        let more = full.without(&self.bodies_of(self.stripe_of(chunk))).len() as u64 * PAGE_BYTES as u64;
+        let slot = if now.pages().is_empty() { SLOT_BYTES } else { 0 };
+        if self.used_bytes + more + slot > self.granted_bytes {
+            return Err(Refusal::Full { granted_bytes: self.granted_bytes });
+        }
+        Ok(after)
+    }
+
+    /// Checks pages of a chunk that are to be folded out of the parity. Returns what there is of the chunk afterwards.
+    ///
+    /// # Errors
+    /// [`Refusal::Version`]; [`Refusal::Absent`] where they are not in it, as these.
+    pub fn may_unfold(&self, chunk: ChunkIndex, version: u64, full: &PageSet, zero: &PageSet) -> Result<Held, Refusal> {
+        let held = self.held(chunk);
+        let Some(held) = held.filter(|held| held.version == version) else {
+            return Err(Refusal::Version { has: held.map(|held| held.version) });
+        };
+        if !full.without(&held.full).is_empty() || !zero.without(&held.zero).is_empty() {
+            return Err(Refusal::Absent);
+        }
+        Ok(held.without(&full.or(zero)))
+    }
+
+    /// Checks what is asked of a stripe's parity. Returns the pages with a body and those of zeros, and which of these
+    /// pages there are in it of other chunks.
+    ///
+    /// # Errors
+    /// [`Refusal::Absent`].
+    pub fn may_sum(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<Sum, Refusal> {
+        let held = self.held(chunk).filter(|held| pages.without(&held.pages()).is_empty() && !pages.is_empty());
+        let held = held.ok_or(Refusal::Absent)?;
+        let full = held.full.and(pages);
+        let others = self.in_stripe(self.stripe_of(chunk)).filter(|(other, _)| *other != chunk);
+        let others = others.map(|(other, held)| (other, held.full.and(&full)));
+        Ok(Sum { full, zero: held.zero.and(pages), others: others.filter(|(_, pages)| !pages.is_empty()).collect() })
+    }
+
     /// Checks a get. Returns the pages with a body, and those of zeros.
     ///
     /// # Errors
@@ -198,8 +314,14 @@ impl Holdings {
 
     /// Notes what there is of a chunk now; without pages it is forgotten.
     pub fn note(&mut self, chunk: ChunkIndex, held: Held) {
-        let before = if held.pages().is_empty() { self.held.remove(&chunk) } else { self.held.insert(chunk, held) };
-        self.used_bytes = self.used_bytes - before.map_or(0, |held| held.bytes()) + held.bytes();
+        let stripe = self.stripe_of(chunk);
+        let before = self.stripe_bytes(stripe);
+        if held.pages().is_empty() {
+            self.held.remove(&chunk)
+        } else {
+            self.held.insert(chunk, held)
+        };
+        self.used_bytes = self.used_bytes - before + self.stripe_bytes(stripe);
     }
 
     /// What there is from a chunk on, of so many chunks and at most [`MAX_INVENTORY`].
