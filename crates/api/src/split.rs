@@ -27,6 +27,9 @@ pub enum Redundancy {
     /// of them may go down for good.
     #[serde(rename = "copies=2")]
     Mirrored,
+    /// At one, and the others have parity of it: any one of three or more, which lend the same, may go down for good.
+    #[serde(rename = "parity")]
+    Parity,
 }
 
 /// Where pages belong that the guest has never used, or has given back.

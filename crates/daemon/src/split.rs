@@ -14,6 +14,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use sterna_api::split::Redundancy;
 use sterna_api::units::{milliseconds, show_size};
 use sterna_api::{Blame, Code, Problem, SplitReport, SplitRequest, Status};
 use sterna_engine::error::MigrateError;
@@ -210,7 +211,7 @@ impl Splits {
         match self.open(&begun) {
             Ok(remote) => Ok((begun, remote)),
             Err(NotOpened { problem, asked }) => {
-                let hosts = split.borrowed.hosts.iter().flat_map(Place::members).take(asked).collect();
+                let hosts = split.borrowed.hosts.iter().flat_map(Place::loans).take(asked).collect();
                 self.loans.owe_hosts(&begun, &self.care.machines.dir(&begun.name), hosts);
                 let borrowed = Borrowed { hosts: Vec::new(), ..split.borrowed.clone() };
                 self.forget(&with(record, SplitRecord { borrowed, ..split }));
@@ -253,7 +254,15 @@ impl Splits {
         request: &SplitRequest,
     ) -> Result<(VmRecord, Arc<Remote>), Problem> {
         let memory = if request.memory.is_empty() { split.borrowed.lending() } else { request.memory.clone() };
-        let hosts = Place::of(&memory, request.redundancy.unwrap_or_else(|| split.borrowed.redundancy()))?;
+        let now = split.borrowed.redundancy();
+        let redundancy = request.redundancy.unwrap_or(now);
+        if redundancy != now && [redundancy, now].contains(&Redundancy::Parity) {
+            let message =
+                format!("'{}' is split, and parity is made when a machine is split, or not at all", record.name);
+            return Err(Problem::new(Code::Split, Blame::Request, message)
+                .hint(format!("'sterna merge {}' brings it together; then split it anew", record.name)));
+        }
+        let hosts = Place::of(&memory, redundancy)?;
         checks::check_budget(record, request.here_bytes, &hosts)?;
         let remote = self.care.machines.reach(&record.name)?;
         let mut exchange = self.exchange(record, remote.split()?);

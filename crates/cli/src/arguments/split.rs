@@ -27,12 +27,14 @@ pub struct Split {
     /// keeps those that it has, and only how much of it is here changes.
     #[arg(long, value_name = "HOST:PORT=SIZE", value_parser = memory_host)]
     pub memory: Vec<MemoryHost>,
-    /// At how many memory hosts each page is: none (one), or copies=2
+    /// At how many memory hosts each page is: none (one), copies=2, or parity
     ///
     /// With copies=2 the first memory host that is named and the second have the same pages, the third and the fourth,
-    /// and so on; any one of them may go down for good, and the guest runs on. Without this option: one, or as it is
-    /// for a machine that is split already.
-    #[arg(long, value_name = "none|copies=2", value_parser = redundancy)]
+    /// and so on; with parity, which takes three or more that lend the same, each page is at one, and what is at it
+    /// can be had from the others: pages take 1.5 times their memory with three, 1.33 times with four, 1.25 times with
+    /// more. Either way any one of them may go down for good, and the guest runs on. Without this option: one, or as
+    /// it is for a machine that is split already.
+    #[arg(long, value_name = "none|copies=2|parity", value_parser = redundancy)]
     pub redundancy: Option<Redundancy>,
     /// Where pages belong that the guest does not use: track (nowhere), or ignore (where any other page would be)
     ///
@@ -104,7 +106,8 @@ fn redundancy(text: &str) -> Result<Redundancy, String> {
     match text {
         "none" => Ok(Redundancy::None),
         "copies=2" => Ok(Redundancy::Mirrored),
-        _ => Err("it is none or copies=2".into()),
+        "parity" => Ok(Redundancy::Parity),
+        _ => Err("it is none, copies=2 or parity".into()),
     }
 }
 
@@ -136,6 +139,7 @@ mod tests {
             assert!(main_host(wrong).is_err(), "{wrong}");
         }
         assert_eq!((redundancy("none"), redundancy("copies=2")), (Ok(Redundancy::None), Ok(Redundancy::Mirrored)));
+        assert_eq!(redundancy("parity"), Ok(Redundancy::Parity));
         assert!(redundancy("copies=3").is_err() && redundancy("").is_err());
         assert_eq!((unused("track"), unused("ignore")), (Ok(Unused::Track), Ok(Unused::Ignore)));
         assert!(unused("tracked").is_err() && unused("").is_err());

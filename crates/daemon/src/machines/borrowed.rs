@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 use sterna_api::Problem;
 use sterna_api::split::{MemoryHost, Redundancy, Unused};
 use sterna_engine::paging::whereabouts::Holder;
-use sterna_engine::split::Lender;
 use sterna_engine::split::room::Room;
+use sterna_engine::split::{Lender, Parity};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::spec::{SplitHost, SplitSpec};
-use sterna_protocol::store::Claim;
+use sterna_protocol::store::{Claim, most_bytes};
 
 use crate::problems::invalid;
 
@@ -29,7 +29,26 @@ pub struct Place {
     /// since.
     #[serde(default)]
     pub once: [Option<String>; 2],
+    /// What it has of the parity of other memory hosts' pages.
+    #[serde(default)]
+    pub parity: Option<Share>,
 }
+
+/// A memory host's share of parity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Share {
+    /// Of how many chunks a stripe is made.
+    pub stripe: u32,
+    /// Over how many memory hosts the stripes lie.
+    pub hosts: usize,
+    /// What it lends for it, bytes.
+    pub bytes: u64,
+    /// The place is that of the parity alone, and not of pages.
+    pub alone: bool,
+}
+
+/// The most chunks of a stripe: of more than so many memory hosts one that has gone would be asked for at each of them.
+const WIDEST: usize = 4;
 
 impl Place {
     /// These memory hosts: each alone, or the first and the second together, the third and the fourth, and so on.
@@ -37,19 +56,23 @@ impl Place {
     /// # Errors
     /// A [`Problem`]: one of them is alone, or lends another amount than its mirror.
     pub fn of(memory: &[MemoryHost], redundancy: Redundancy) -> Result<Vec<Self>, Problem> {
+        if redundancy == Redundancy::Parity {
+            return Self::with_parity(memory);
+        }
         if redundancy == Redundancy::None {
             let alone = |host: &MemoryHost| Self {
                 peer: host.peer.clone(),
                 bytes: host.bytes,
                 mirror: None,
                 once: Default::default(),
+                parity: None,
             };
             return Ok(memory.iter().map(alone).collect());
         }
         let pairs = memory.chunks(2).map(|pair| match pair {
             [one, other] if one.bytes == other.bytes => {
                 let (peer, mirror, once) = (one.peer.clone(), Some(other.peer.clone()), Default::default());
-                Ok(Self { peer, bytes: one.bytes, mirror, once })
+                Ok(Self { peer, bytes: one.bytes, mirror, once, parity: None })
             }
             [one, other] => Err(invalid(format!(
                 "memory hosts {} and {} are to have the same pages: they must lend the same",
@@ -58,6 +81,42 @@ impl Place {
             _ => Err(invalid("each page is to be at two memory hosts, which takes an even number of them")),
         });
         pairs.collect()
+    }
+
+    fn with_parity(memory: &[MemoryHost]) -> Result<Vec<Self>, Problem> {
+        let hosts = memory.len();
+        let [first, _, _, ..] = memory else {
+            return Err(invalid(
+                "parity takes three memory hosts at least: two with pages, and one with what both have",
+            ));
+        };
+        if let Some(other) = memory.iter().find(|host| host.bytes != first.bytes) {
+            return Err(invalid(format!(
+                "memory hosts {} and {} are to have each other's parity: all must lend the same",
+                first.peer, other.peer
+            )));
+        }
+        let stripe = WIDEST.min(hosts - 1) as u32;
+        let of = |host: &MemoryHost| {
+            // In whole chunks: of what is left over nobody could use anything.
+            let chunks = host.bytes / most_bytes(1);
+            let for_parity = chunks.div_ceil(u64::from(stripe) + 1);
+            let share = Share { stripe, hosts, bytes: for_parity * most_bytes(1), alone: false };
+            let bytes = (chunks - for_parity) * most_bytes(1);
+            Self { peer: host.peer.clone(), bytes, mirror: None, once: Default::default(), parity: Some(share) }
+        };
+        Ok(memory.iter().map(of).collect())
+    }
+
+    /// What is borrowed of it: of one with parity that for pages and that for parity, else as
+    /// [`members`](Self::members).
+    pub fn loans(&self) -> impl Iterator<Item = Self> {
+        let shares = self.parity.filter(|share| !share.alone).map(|share| {
+            let alone = Self { bytes: share.bytes, parity: Some(Share { alone: true, ..share }), ..self.clone() };
+            [Self { parity: None, ..self.clone() }, alone]
+        });
+        let whole = if shares.is_some() { None } else { Some(self.members()) };
+        shares.into_iter().flatten().chain(whole.into_iter().flatten())
     }
 
     /// The memory hosts that this is, one by one: of each its mirror is the other.
@@ -76,10 +135,13 @@ impl Place {
         names(self) == names(other)
     }
 
-    /// The same two, but for another one in the place of one: the first (0) or the second (1). `None` where it is not
-    /// two.
+    /// The same two, but for another one in the place of one: the first (0) or the second (1). Of one with parity the
+    /// same for another. `None` where it is neither.
     #[must_use]
     pub fn with(&self, which: usize, other: &str) -> Option<Self> {
+        if self.parity.is_some() {
+            return (which == 0).then(|| Self { peer: other.to_owned(), ..self.clone() });
+        }
         let mirror = self.mirror.clone()?;
         let (mut names, mut once) = ([self.peer.clone(), mirror], self.once.clone());
         let gone = std::mem::replace(names.get_mut(which)?, other.to_owned());
@@ -87,7 +149,7 @@ impl Place {
         // The one that stays has the guest under the name of the one that has gone, or of an earlier one.
         once[1 - which].get_or_insert(gone);
         let [peer, mirror] = names;
-        Some(Self { peer, mirror: Some(mirror), once, ..*self })
+        Some(Self { peer, mirror: Some(mirror), once, ..self.clone() })
     }
 
     /// As it is called.
@@ -96,6 +158,7 @@ impl Place {
             peer: self.peer.clone(),
             mirror: self.mirror.clone(),
             once: self.once.clone(),
+            parity: self.parity.map(|Share { stripe, hosts, bytes, alone }| Parity { stripe, hosts, bytes, alone }),
             credentials: credentials.cloned(),
             bytes: self.bytes,
             leaving,
@@ -110,12 +173,18 @@ impl Place {
     /// Whether one of it is this memory host, not its mirror, and has the guest under the same number.
     #[must_use]
     pub fn has(&self, one: &Self) -> bool {
-        self.members().any(|mine| mine.number_there() == one.number_there())
+        self.loans().any(|mine| mine.number_there() == one.number_there())
     }
 
     /// As the API shows it.
     pub fn hosts(&self) -> impl Iterator<Item = MemoryHost> {
-        self.members().map(|member| MemoryHost { peer: member.peer, bytes: member.bytes })
+        self.members().map(|member| MemoryHost { bytes: member.all_bytes(), peer: member.peer })
+    }
+
+    /// What it lends in all, bytes.
+    #[must_use]
+    pub fn all_bytes(&self) -> u64 {
+        self.bytes + self.parity.filter(|share| !share.alone).map_or(0, |share| share.bytes)
     }
 
     /// Its name, for people.
@@ -167,11 +236,13 @@ impl Borrowed {
     /// At how many of those each page is.
     #[must_use]
     pub fn redundancy(&self) -> Redundancy {
-        let mut lending = self.lent().filter(|(number, _)| !self.leaving.contains(number));
-        match lending.any(|(_, place)| place.mirror.is_some()) {
-            true => Redundancy::Mirrored,
-            false => Redundancy::None,
-        }
+        let mut lending = self.lent().filter(|(number, _)| !self.leaving.contains(number)).map(|(_, place)| place);
+        let redundant = lending.find_map(|place| match (&place.mirror, place.parity) {
+            (None, None) => None,
+            (Some(_), _) => Some(Redundancy::Mirrored),
+            (None, Some(_)) => Some(Redundancy::Parity),
+        });
+        redundant.unwrap_or_default()
     }
 
     /// The number of a memory host, or of two.
@@ -189,14 +260,15 @@ impl Borrowed {
     /// Whether one that has something of the guest has it under the same number as this one would.
     #[must_use]
     pub fn clashes(&self, place: &Place) -> bool {
-        place.members().any(|member| self.has(&member))
+        place.loans().any(|one| self.has(&one))
     }
 
     /// Of two that have the same pages the one that is called so: their number, and whether it is the first (0) or the
-    /// second (1).
+    /// second (1). So, too, one that can be done without because of parity: it is the first.
     #[must_use]
     pub fn one_of_two(&self, peer: &str) -> Option<(usize, usize)> {
-        let mut two = self.lent().filter(|(number, place)| place.mirror.is_some() && !self.leaving.contains(number));
+        let is_redundant = |place: &Place| place.mirror.is_some() || place.parity.is_some();
+        let mut two = self.lent().filter(|(number, place)| is_redundant(place) && !self.leaving.contains(number));
         two.find_map(|(number, place)| Some((number, place.members().position(|member| member.peer == peer)?)))
     }
 
@@ -243,6 +315,7 @@ impl Borrowed {
             bytes: host.bytes,
             mirror: host.mirror.clone(),
             once: host.once.clone(),
+            parity: None,
         };
         let gone = spec.hosts.iter().enumerate().filter(|(_, host)| host.gone).map(|(number, _)| number).collect();
         let SplitSpec { guest, key, chunks, .. } = *spec;
@@ -264,7 +337,8 @@ mod tests {
 
     #[test]
     fn the_number_of_a_memory_host_that_has_gone_is_given_to_the_next_one() {
-        let host = |peer: &str| Place { peer: peer.into(), bytes: 4, mirror: None, once: Default::default() };
+        let host =
+            |peer: &str| Place { peer: peer.into(), bytes: 4, mirror: None, once: Default::default(), parity: None };
         let mut borrowed = Borrowed { guest: 1, key: 2, chunks: 3, ..Borrowed::default() };
         for number in 0..Holder::MAX_HOSTS {
             assert_eq!(borrowed.welcome(&host(&format!("b:{number}"))), Some(number));
@@ -283,7 +357,8 @@ mod tests {
 
     #[test]
     fn whoever_stays_has_the_guest_under_its_number_however_often_the_other_one_is_replaced() {
-        let first = Place { peer: "b:1".into(), bytes: 4, mirror: Some("c:1".into()), once: Default::default() };
+        let first =
+            Place { peer: "b:1".into(), bytes: 4, mirror: Some("c:1".into()), once: Default::default(), parity: None };
         let numbers = |place: &Place| {
             let borrowed = Borrowed { guest: 7, hosts: vec![place.clone()], ..Borrowed::default() };
             let members = borrowed.lenders(None)[0].members();
@@ -300,7 +375,8 @@ mod tests {
         assert_ne!(c_again, c);
         // While b is asked under its number, no other two may have it under that.
         let borrowed = Borrowed { hosts: vec![second.clone()], ..Borrowed::default() };
-        let others = Place { peer: "b:1".into(), bytes: 4, mirror: Some("e:1".into()), once: Default::default() };
+        let others =
+            Place { peer: "b:1".into(), bytes: 4, mirror: Some("e:1".into()), once: Default::default(), parity: None };
         assert!([&first, &third].iter().all(|two| borrowed.clashes(two)) && !borrowed.clashes(&others));
         // What is owed to the one that has gone is owed to it alone.
         let [stays, gone] = [0, 1].map(|which| first.members().nth(which).unwrap());

@@ -262,14 +262,18 @@ pub fn describe(split: &api::Split) -> String {
     });
     let unused = (split.unused == Unused::Ignore).then(|| "; memory that it does not use counts, too".into());
     let leaving = split.leaving.iter().map(|host| format!("; {} is being emptied", host.peer));
-    let silent =
-        split.silent.iter().map(|peer| format!("; {peer} does not answer, but another one has the same pages"));
+    let has_parity = split.redundancy == api::Redundancy::Parity;
+    let instead = if has_parity { "what it has can be had from the others" } else { "another one has the same pages" };
+    let silent = split.silent.iter().map(|peer| format!("; {peer} does not answer, but {instead}"));
     let alone = (split.alone_pages > 0).then(|| {
         let (pages, them) = match split.alone_pages {
             1 => ("1 page is".into(), "it"),
             pages => (format!("{pages} pages are"), "them"),
         };
-        format!("; {pages} at one of two memory hosts alone, until the other one has been given {them}")
+        match has_parity {
+            true => format!("; {pages} without parity, until that is made anew"),
+            false => format!("; {pages} at one of two memory hosts alone, until the other one has been given {them}"),
+        }
     });
     let more = unused.into_iter().chain(leaving).chain(silent).chain(alone).chain(waits).chain(stuck).chain(paced);
     more.fold(pages, |text, more: String| text + &more)
@@ -286,6 +290,7 @@ pub fn is_split(name: &str) -> Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::machines::borrowed::Share;
 
     #[test]
     fn no_epoch_comes_twice_whoever_asks_and_however_often_the_daemon_dies() {
@@ -324,6 +329,7 @@ mod tests {
                 bytes: 4,
                 mirror: Some("c:1".into()),
                 once: [None, Some("d:1".into())],
+                parity: Some(Share { stripe: 2, hosts: 3, bytes: 4, alone: false }),
             }],
             leaving: [0].into(),
             gone: [1].into(),
@@ -360,6 +366,10 @@ mod tests {
         let end = "b:1 does not answer, but another one has the same pages; \
                    1 page is at one of two memory hosts alone, until the other one has been given it";
         assert!(describe(&alone).ends_with(end), "{}", describe(&alone));
+        let parity = api::Split { redundancy: api::Redundancy::Parity, ..alone.clone() };
+        let end = "b:1 does not answer, but what it has can be had from the others; \
+                   1 page is without parity, until that is made anew";
+        assert!(describe(&parity).ends_with(end), "{}", describe(&parity));
         let more = describe(&api::Split { alone_pages: 2, ..alone });
         assert!(
             more.ends_with("; 2 pages are at one of two memory hosts alone, until the other one has been given them")

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use sterna_api::options::SkipFree;
+use sterna_api::split::Redundancy;
 use sterna_api::{Blame, Code, MigrateOptions, Mode, Problem, Unused};
 use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::loans::borrow;
@@ -37,6 +38,10 @@ pub fn check(record: &VmRecord, options: &MigrateOptions, to: &str) -> Result<()
         let message = format!("'{}' cannot be moved so: a part of its memory is at memory hosts, {why}", record.name);
         Err(Problem::new(Code::Split, Blame::Request, message))
     };
+    if split.borrowed.redundancy() == Redundancy::Parity {
+        return refuse("with parity, which stays with this host")
+            .map_err(|problem| problem.hint(format!("'sterna merge {}' brings it together before", record.name)));
+    }
     if matches!(options.mode, Mode::Postcopy | Mode::Hybrid) {
         return refuse("and no more may follow it").map_err(|problem| problem.hint("move it with '--mode precopy'"));
     }

@@ -12,6 +12,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use sterna_api::split::Redundancy;
 use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::error::MigrateError;
@@ -48,6 +49,9 @@ impl Exchange<'_> {
     /// A [`Problem`]: one does not grant what it is asked for, or is there with another amount; too many. All is as it
     /// was then.
     pub fn begin(&mut self, wanted: &[Place]) -> Result<(), Problem> {
+        if self.borrowed()?.redundancy() == Redundancy::Parity {
+            return self.begin_with_parity(wanted);
+        }
         for host in wanted {
             if let Some((number, which, peer)) = self.instead_of_a_silent_one(host)? {
                 self.take_place((number, which), &peer)?;
@@ -72,6 +76,39 @@ impl Exchange<'_> {
         self.agree(borrowed)
     }
 
+    /// The same of a machine with parity, whose places stay as they are: another memory host may take that of one which
+    /// does not answer.
+    fn begin_with_parity(&mut self, wanted: &[Place]) -> Result<(), Problem> {
+        let borrowed = self.borrowed()?;
+        for host in wanted {
+            if let Some(number) = borrowed.number_of(host) {
+                self.check_amount(&borrowed.hosts[number], host)?;
+            }
+        }
+        let newcomers: Vec<_> = wanted.iter().filter(|host| borrowed.number_of(host).is_none()).collect();
+        let stays = |place: &Place| wanted.iter().any(|host| host.is(place));
+        let lending = borrowed.lent().filter(|(number, _)| !borrowed.leaving.contains(number));
+        let mut goes = lending.filter(|(_, place)| !stays(place));
+        match (newcomers.as_slice(), goes.next(), goes.next()) {
+            ([], None, None) => return Ok(()),
+            ([newcomer], Some((number, place)), None) => {
+                self.split.ask_whether_there(number);
+                if self.split.silent().contains(&place.peer) && newcomer.all_bytes() == place.all_bytes() {
+                    let peer = newcomer.peer.clone();
+                    return self.take_place((number, 0), &peer);
+                }
+            }
+            _ => {}
+        }
+        let message = format!(
+            "'{}' has parity: its memory hosts are exchanged one at a time, for one that does not answer, by another \
+             that lends the same",
+            self.record.name
+        );
+        Err(Problem::new(Code::Split, Blame::Request, message)
+            .hint(format!("'sterna merge {}' brings it together; then split it anew", self.record.name)))
+    }
+
     /// Has another memory host take the place of one of two that have the same pages, which does not answer. It is
     /// given what its mirror has in the background; what the other one had lent is owed.
     ///
@@ -88,22 +125,27 @@ impl Exchange<'_> {
         // As any newcomer, it is on record before it is asked, and as one that has no mirror: should this daemon end
         // now, the next one gives back what it has granted, and nothing of the one that stays.
         let newcomer = Place { mirror: None, once: [newcomer.mirror, None], ..newcomer };
+        let mut granted: Vec<_> = newcomer.loans().collect();
+        // Of two the one that stays has what it lent still.
+        let gone = if gone.mirror.is_some() { vec![gone] } else { gone.loans().collect() };
         let for_now = self.number_for(&mut borrowed, &newcomer)?;
         self.store(borrowed.clone())?;
-        if let Err(problem) = self.borrow(&borrowed, &borrowed.lenders(self.loans.credentials())[for_now]) {
-            let granted = problem.code != Code::PeerUnreachable;
-            self.gone(&[for_now], granted.then_some(newcomer).into_iter().collect())?;
-            return Err(problem);
+        for (number, lender) in borrowed.lenders(self.loans.credentials())[for_now].members().iter().enumerate() {
+            if let Err(problem) = self.borrow(&borrowed, lender) {
+                granted.truncate(number + usize::from(problem.code != Code::PeerUnreachable));
+                self.gone(&[for_now], granted)?;
+                return Err(problem);
+            }
         }
         borrowed.hosts[number] = next.clone();
         borrowed.see_off(for_now);
         let (split, lender) = (self.split, borrowed.lenders(self.loans.credentials())[number].clone());
         let taken = split.take_place((number, which), lender, || {
-            self.loans.owe_hosts(&self.record, &self.machines.dir(&self.record.name), vec![gone]);
+            self.loans.owe_hosts(&self.record, &self.machines.dir(&self.record.name), gone);
             self.store(borrowed)
         });
         if taken.is_err() && self.borrowed()?.hosts[number] != next {
-            self.gone(&[for_now], vec![newcomer])?;
+            self.gone(&[for_now], granted)?;
         }
         self.loans.pay();
         taken
@@ -139,7 +181,7 @@ impl Exchange<'_> {
             let taken = || if refused(self.split).is_some() { Err(MigrateError::Cancelled) } else { check() };
             let emptied = until_reached(check, &|| self.split.empty(number, &taken));
             emptied.map_err(|problem| refused(self.split).unwrap_or(problem))?;
-            let owed = self.borrowed()?.hosts[number].members().collect();
+            let owed = self.borrowed()?.hosts[number].loans().collect();
             self.gone(&[number], owed)?;
         }
         Ok(())
@@ -171,10 +213,10 @@ impl Exchange<'_> {
     }
 
     fn check_amount(&self, known: &Place, wanted: &Place) -> Result<(), Problem> {
-        if known.bytes == wanted.bytes {
+        if known.all_bytes() == wanted.all_bytes() {
             return Ok(());
         }
-        let (peer, lends, asked) = (known.name(), show_size(known.bytes), show_size(wanted.bytes));
+        let (peer, lends, asked) = (known.name(), show_size(known.all_bytes()), show_size(wanted.all_bytes()));
         let message = format!("memory host {peer} lends {lends} to '{}', not {asked}", self.record.name);
         Err(Problem::new(Code::Split, Blame::Request, message)
             .hint("name it with what it lends; what a memory host lends to a guest is not changed"))
@@ -201,7 +243,7 @@ impl Exchange<'_> {
         let lenders = borrowed.lenders(self.loans.credentials());
         for number in newcomers {
             let lender = &lenders[*number];
-            for (member, place) in lender.members().iter().zip(borrowed.hosts[*number].members()) {
+            for (member, place) in lender.members().iter().zip(borrowed.hosts[*number].loans()) {
                 let granted = self.borrow(borrowed, member);
                 // Its answer may have been lost; but where nobody was reached, nothing was granted.
                 if granted.as_ref().err().is_none_or(|problem| problem.code != Code::PeerUnreachable) {

@@ -114,7 +114,7 @@ impl Loans {
     /// next [`pay`](Self::pay) on.
     pub fn owe(&self, record: &VmRecord, dir: &Path) {
         let Some(split) = &record.split else { return };
-        self.owe_hosts(record, dir, split.borrowed.lent().flat_map(|(_, place)| place.members()).collect());
+        self.owe_hosts(record, dir, split.borrowed.lent().flat_map(|(_, place)| place.loans()).collect());
     }
 
     /// The same of some of its memory hosts, without their mirrors.

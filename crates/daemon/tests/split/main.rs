@@ -4,6 +4,9 @@
 /// Pages that are at two memory hosts each.
 mod mirrors;
 
+/// Memory hosts with parity.
+mod parity;
+
 /// Machines that move while a part of their memory stays where it is.
 mod onward;
 

@@ -5,7 +5,7 @@ use sterna_protocol::layout::{CHUNK_PAGES, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::split::Whereabouts;
 
-use super::lines::MEMBERS;
+use super::lender::MEMBERS;
 
 /// What a memory host has copies of, in a chunk.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl Known {
 /// What is known of a chunk.
 #[derive(Debug, Default)]
 pub(super) struct Chunk {
-    /// At the memory host that has it, and at its mirror.
+    /// At the memory host that has it, and at its mirror or in the parity.
     pub members: [Known; MEMBERS],
     /// What its pages are that came back.
     pub copies: Option<Copies>,
@@ -54,6 +54,15 @@ impl Chunk {
             known.at.comes(&full.or(zero).and(&known.at.away()));
             known.at.released(zero);
         }
+        let copies = self.copies.get_or_insert_with(|| Copies { number, digests: Box::new([0; CHUNK_PAGES]) });
+        copies.number = number;
+        full.iter().zip(digests).for_each(|(page, digest)| copies.digests[usize::from(page)] = *digest);
+    }
+
+    /// Notes that a memory host of a guest with parity was given pages: copies, until they are away. `digests` are
+    /// theirs, in order.
+    pub fn given(&mut self, (number, which): (usize, usize), full: &PageSet, digests: &[u64]) {
+        self.members[which].at.comes(full);
         let copies = self.copies.get_or_insert_with(|| Copies { number, digests: Box::new([0; CHUNK_PAGES]) });
         copies.number = number;
         full.iter().zip(digests).for_each(|(page, digest)| copies.digests[usize::from(page)] = *digest);

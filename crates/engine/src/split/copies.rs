@@ -14,7 +14,8 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::InventoryEntry;
 
 use super::chunk::Chunk;
-use super::lines::{Lines, Member};
+use super::lender::Member;
+use super::lines::Lines;
 use super::rests::Rests;
 use super::{Split, SplitError, lock};
 
@@ -42,8 +43,11 @@ impl Split {
                 Ok(())
             }
             Err(error) => {
-                // Of two the other one has them still, and they are what lets pages leave meanwhile.
-                if !self.is_silent_of_two(member) {
+                if self.lenders.parity().is_some() {
+                    // They are in the parity, or what is in the parity is there.
+                    state.members[member.which].unsure = true;
+                } else if !self.is_silent_of_two(member) {
+                    // Of two the other one has them still, and they are what lets pages leave meanwhile.
                     self.leave_copies(member.number, state);
                 }
                 Err(self.failed(member, error))
@@ -53,8 +57,7 @@ impl Split {
 
     /// No copy of a chunk counts any more at a memory host, nor at its mirror: each is gone through later.
     pub(super) fn leave_copies(&self, number: usize, state: &mut Chunk) {
-        let members = self.lenders.members(number);
-        members.into_iter().for_each(|member| self.note_rests(member));
+        self.lenders.members(number).into_iter().for_each(|member| self.note_rests(member));
         state.forget_copies();
     }
 
@@ -98,10 +101,16 @@ impl Split {
         let (count, mut given_up) = (self.chunks.len(), 0);
         for index in (1..count).map(|more| (but.index() + more) % count) {
             let Some(mut state) = self.free_chunk(index) else { continue };
-            let known = &state.members[member.which];
-            if state.copies_at() == Some(member.number) && !known.unsure {
-                let copied = known.at.copied();
-                self.release(lines, member, (ChunkIndex(index as u32), &copied), &mut state);
+            let (chunk, known) = (ChunkIndex(index as u32), &state.members[member.which]);
+            let copied = known.at.copied();
+            if self.lenders.parity().is_some() {
+                let is_there =
+                    self.host_by_parity(chunk).is_some_and(|number| self.members(chunk, number).contains(&member));
+                if is_there && !copied.is_empty() && self.retire(lines, (chunk, &copied), &mut state).is_ok() {
+                    given_up += copied.len();
+                }
+            } else if state.copies_at() == Some(member.number) && !known.unsure {
+                self.release(lines, member, (chunk, &copied), &mut state);
                 if state.members[member.which].unsure {
                     break;
                 }
@@ -165,8 +174,14 @@ impl Split {
                 continue;
             };
             // Those are asked about in a new epoch.
-            if state.members[member.which].unsure && self.host_of(chunk) == Some(member.number) {
+            if state.members[member.which].unsure && self.concerns(chunk, member) {
                 continue;
+            }
+            if self.lenders.parity().is_some() {
+                match self.retire_rests(lines, chunk, &mut state) {
+                    Err(SplitError::Here(error)) => return Err(error.into()),
+                    Err(_) | Ok(()) => continue,
+                }
             }
             // As it is now: it may have come or left since.
             let has = lines.ask(member, |host| host.held(chunk)).map_err(|error| self.failed(member, error))?;
@@ -177,6 +192,17 @@ impl Split {
             }
         }
         Ok(busy)
+    }
+
+    /// Has the memory host and the parity of a chunk forget what is not away of it.
+    fn retire_rests(&self, lines: &mut Lines<'_>, chunk: ChunkIndex, state: &mut Chunk) -> Result<(), SplitError> {
+        let number = self.host_by_parity(chunk).unwrap_or_default();
+        for member in self.members(chunk, number) {
+            self.make_sure(lines, member, chunk, state)?;
+        }
+        let copied = |which: usize, state: &Chunk| state.members[which].at.copied();
+        let rests = copied(0, state).or(&copied(1, state));
+        self.retire(lines, (chunk, &rests), state)
     }
 
     /// The memory host that has copies of a chunk, where nothing else is done with the chunk.

@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::PageSet;
 
-use super::lines::{Lines, Member};
+use super::lender::Member;
+use super::lines::Lines;
 use super::outage::Outage;
 use super::{Chunk, Split, SplitError, lock};
 use crate::destination::arrival::Arrival;
 use crate::error::MigrateError;
 use crate::paging::supplier::Supplier;
-use crate::store::client::{ANSWER_TIMEOUT, StoreError};
+use crate::store::client::{ANSWER_TIMEOUT, Pages, StoreError};
 
 /// How many threads bring pages from one memory host.
 const FETCHERS: usize = 2;
@@ -146,12 +147,12 @@ impl Split {
         let Some(number) = self.host_of(chunk) else { return Ok(()) };
         let mut why = None;
         // Where one fails, its mirror goes on.
-        let members = self.lenders.members(number);
+        let members = self.members(chunk, number);
         for member in &members {
             let may_do = |other: &Member| !self.lenders.is_silent(*other) && !self.is_behind(chunk, *other);
             let others = members.iter().any(|other| other != member && may_do(other));
             let patience = if others { SOON } else { ANSWER_TIMEOUT };
-            match self.bring_from(lines, (*member, members.len(), patience), (chunk, wanted), state) {
+            match self.bring_from(lines, (*member, number, patience), (chunk, wanted), state) {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
                 Err(SplitError::Here(error)) => return Err(error.into()),
@@ -163,11 +164,30 @@ impl Split {
         Err(why.unwrap_or_else(lost))
     }
 
-    /// From one memory host of `count`, which is given so much time to answer; whether it has them.
+    /// Gets pages of a chunk from one that has them, or by the parity.
+    pub(super) fn get(
+        &self,
+        lines: &mut Lines<'_>,
+        member: Member,
+        (chunk, pages): (ChunkIndex, &PageSet),
+        state: &mut Chunk,
+        patience: Duration,
+    ) -> Result<Pages, SplitError> {
+        if self.is_parity(member) {
+            return self.get_by_parity(lines, member, (chunk, pages), patience);
+        }
+        let version = state.members[member.which].at.held();
+        let got = lines.ask(member, |host| host.get_within(patience, chunk, version, pages));
+        // A memory host that answers and does not have them is asked what it has.
+        state.members[member.which].unsure |= matches!(&got, Err(StoreError::Refused(_)));
+        got.map_err(|error| self.failed(member, error))
+    }
+
+    /// From one of the memory hosts of a number, which is given so much time to answer; whether it has them.
     fn bring_from(
         &self,
         lines: &mut Lines<'_>,
-        (member, count, patience): (Member, usize, Duration),
+        (member, number, patience): (Member, usize, Duration),
         (chunk, wanted): (ChunkIndex, &mut Wanted),
         state: &mut Chunk,
     ) -> Result<bool, SplitError> {
@@ -175,17 +195,14 @@ impl Split {
         if self.is_behind(chunk, member) {
             return Ok(false);
         }
-        let version = state.members[member.which].at.held();
+        let count = self.members(chunk, number).len();
         while !wanted.now.is_empty() {
-            let got = lines.ask(member, |host| host.get_within(patience, chunk, version, &wanted.now));
-            // A memory host that answers and does not have them is asked what it has.
-            state.members[member.which].unsure |= matches!(&got, Err(StoreError::Refused(_)));
-            let got = got.map_err(|error| self.failed(member, error))?;
+            let got = self.get(lines, member, (chunk, &wanted.now), state, patience)?;
             *lock(&self.heard) = Instant::now();
             let bodies = [(got.full, got.bodies.as_slice())];
             let arrival = Arrival { chunk, bodies: &bodies, zero: got.zero, pooled: None, suspect: PageSet::EMPTY };
             self.pager.place(&arrival)?;
-            state.came((member.number, count), (&got.full, &got.zero), &got.digests);
+            state.came((number, count), (&got.full, &got.zero), &got.digests);
             self.back.fetch_add(wanted.now.len() as u64, Ordering::Relaxed);
             let left = self.pager.away_in(chunk);
             let waited = self.pager.waited_for_in(chunk).and(&left);

@@ -8,7 +8,8 @@
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::PageSet;
 
-use super::lines::{Lines, Member};
+use super::lender::Member;
+use super::lines::Lines;
 use super::{Split, SplitError};
 
 impl Split {
@@ -28,7 +29,7 @@ impl Split {
         // One that is busy has its turn the next time.
         let Some(mut state) = self.free_chunk(chunk.index()) else { return Ok(()) };
         let Some(number) = self.host_of(chunk) else { return Ok(()) };
-        let members = self.lenders.members(number);
+        let members = self.members(chunk, number);
         let knows = |member: &Member| {
             !state.members[member.which].unsure && !self.is_behind(chunk, *member) && !self.lenders.is_silent(*member)
         };
@@ -36,6 +37,14 @@ impl Split {
             return Ok(());
         }
         let gone = self.pager.forget(chunk)?;
+        if self.lenders.parity().is_some() {
+            members.iter().for_each(|member| state.members[member.which].at.comes(&gone));
+            return match self.retire(lines, (chunk, &gone), &mut state) {
+                Err(SplitError::Here(error)) => Err(error.into()),
+                // They are copies until then.
+                Err(_) | Ok(()) => Ok(()),
+            };
+        }
         state.came((number, members.len()), (&PageSet::EMPTY, &gone), &[]);
         members.into_iter().for_each(|member| self.release(lines, member, (chunk, &gone), &mut state));
         Ok(())

@@ -40,7 +40,7 @@ impl Holding<'_> {
         if self.split.pager.holder(self.chunk).is_some_and(|other| other != holder) {
             return None;
         }
-        let members = self.split.lenders.members(number);
+        let members = self.split.members(self.chunk, number);
         let known = members.iter().map(|member| &self.state.members[member.which]);
         let sure = known.clone().all(|known| !known.unsure && !known.unasked);
         let copied = known.fold(PageSet::first(CHUNK_PAGES), |pages, known| pages.and(&known.at.copied()));

@@ -20,7 +20,8 @@ use sterna_api::Problem;
 use sterna_protocol::layout::ChunkIndex;
 
 use super::fetch::Wanted;
-use super::lines::{Lender, Lines, Member};
+use super::lender::{Lender, Member};
+use super::lines::Lines;
 use super::pace::STEP;
 use super::{Split, SplitError, lock};
 use crate::error::MigrateError;
@@ -80,13 +81,17 @@ impl Split {
         lender: Lender,
         on_record: impl FnOnce() -> Result<(), Problem>,
     ) -> Result<(), Problem> {
-        let (member, leaving) = (Member { number, which }, self.lenders.is_leaving(number));
+        let leaving = self.lenders.is_leaving(number);
+        // Whoever has pages has parity, too.
+        let places = if self.lenders.parity().is_some() { vec![0, 1] } else { vec![which] };
+        let members: Vec<_> = places.into_iter().map(|which| Member { number, which }).collect();
         // What left for one alone while this is asked would be at one that goes.
         self.leave_out(number, true);
-        let taken = self.check_not_alone(member).map_err(|error| error.problem()).and_then(|()| on_record());
+        let taken = members.iter().try_for_each(|member| self.check_not_alone(*member));
+        let taken = taken.map_err(|error| error.problem()).and_then(|()| on_record());
         let taken = taken.and_then(|()| {
-            self.lenders.take_place(member, lender).map_err(|error| error.problem())?;
-            self.ask_anew(member);
+            self.lenders.take_place(&members, number, lender).map_err(|error| error.problem())?;
+            members.iter().for_each(|member| self.ask_anew(*member));
             Ok(())
         });
         self.leave_out(number, leaving);
@@ -97,7 +102,7 @@ impl Split {
     fn ask_anew(&self, member: Member) {
         for chunk in self.pager.ram().layout().iter() {
             let mut state = self.chunk(chunk);
-            let concerns = [self.host_of(chunk), state.copies_at()].contains(&Some(member.number));
+            let concerns = self.concerns(chunk, member) || self.has_copies(chunk, &state, member);
             state.members[member.which].unasked |= concerns;
         }
     }
@@ -105,7 +110,7 @@ impl Split {
     /// Whether no page is at this one of two alone.
     fn check_not_alone(&self, member: Member) -> Result<(), SplitError> {
         let alone = |chunk: &ChunkIndex| {
-            let holder = self.pager.holder(*chunk).filter(|holder| holder.host_number() == Some(member.number));
+            let holder = self.pager.holder(*chunk).filter(|_| self.concerns(*chunk, member));
             holder.and_then(Holder::alone) == Some(member.which)
         };
         let layout = self.pager.ram().layout();

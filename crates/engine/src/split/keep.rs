@@ -153,7 +153,7 @@ impl Split {
     /// Sends a chunk to the first memory host that takes it: they have turns. One that has copies of it comes first,
     /// and one that has pages of it already is the only one. Returns the pages that have left.
     fn send_anywhere(&self, way: &mut WayOut<'_>, chunk: ChunkIndex, turns: &mut Turns) -> Result<PageSet, SplitError> {
-        let asked: Vec<usize> = match self.host_of(chunk) {
+        let asked: Vec<usize> = match self.host_of(chunk).or_else(|| self.host_by_parity(chunk)) {
             Some(only) => vec![only],
             None => {
                 let copies = self.copies_of(chunk).filter(|number| turns.hosts.contains(number));

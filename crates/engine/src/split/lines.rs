@@ -1,117 +1,18 @@
 //! Connections to a guest's memory hosts: each thread has its own, and opens them as it needs them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use sterna_protocol::store::{Claim, Refusal};
-use sterna_sys::host::random_u128;
-use xxhash_rust::xxh3::xxh3_128;
 
+use super::lender::{Lender, MEMBERS, Member, Parity};
 use crate::error::MigrateError;
 use crate::paging::whereabouts::Holder;
 use crate::store::client::{ANSWER_TIMEOUT, MemoryHost, StoreError};
-use crate::transport::credentials::Credentials;
 
 /// How long one of two memory hosts may say nothing: those behind who asks it wait meanwhile, and the other one may do.
-const WITH_MIRROR: Duration = Duration::from_secs(1);
-/// The most memory hosts that have the same pages.
-pub(super) const MEMBERS: usize = 2;
-
-/// One of the memory hosts that have the pages of a number in the map of missing pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Member {
-    /// The number.
-    pub number: usize,
-    /// 0, or 1 for the mirror.
-    pub which: usize,
-}
-
-impl Member {
-    /// The most of a guest.
-    pub const MOST: usize = Holder::MAX_HOSTS * MEMBERS;
-
-    /// Its place among all.
-    pub fn index(self) -> usize {
-        self.number * MEMBERS + self.which
-    }
-}
-
-/// A host that lends memory to a guest, or two that lend the same and have the same pages.
-#[derive(Debug, Clone)]
-pub struct Lender {
-    /// Where it listens.
-    pub peer: String,
-    /// Where its mirror listens, which has each page as well.
-    pub mirror: Option<String>,
-    /// Of it and of its mirror: who was the mirror of each when it was first asked, where that one has been replaced
-    /// since. The guest has the same number there still.
-    pub once: [Option<String>; MEMBERS],
-    /// Who this host is to it.
-    pub credentials: Option<Arc<Credentials>>,
-    /// How much each is asked for, bytes.
-    pub bytes: u64,
-    /// It is given nothing more, and what it has is to leave it; one that has nothing is not asked anything.
-    pub leaving: bool,
-}
-
-impl Lender {
-    /// The number of a guest at it: another one for each memory host, and for each that it was first the mirror of. A
-    /// person may name one host twice, in different ways; then it keeps two guests, and what it has under one name is
-    /// not taken for a rest of what it was given under the other.
-    #[must_use]
-    pub fn number(&self, guest: u128) -> u128 {
-        let name = match self.once[0].as_ref().or(self.mirror.as_ref()) {
-            Some(mirror) => xxh3_128(format!("{} {mirror}", self.peer).as_bytes()),
-            None => xxh3_128(self.peer.as_bytes()),
-        };
-        guest ^ name
-    }
-
-    /// The hosts that this is, one by one: of each its mirror is the other.
-    #[must_use]
-    pub fn members(&self) -> Vec<Self> {
-        (0..self.count()).map(|which| self.member(which)).collect()
-    }
-
-    /// How many hosts it is.
-    fn count(&self) -> usize {
-        1 + usize::from(self.mirror.is_some())
-    }
-
-    /// The one of this place among them.
-    fn member(&self, which: usize) -> Self {
-        match &self.mirror {
-            Some(mirror) if which > 0 => {
-                let [first, second] = self.once.clone();
-                Self { peer: mirror.clone(), mirror: Some(self.peer.clone()), once: [second, first], ..self.clone() }
-            }
-            _ => self.clone(),
-        }
-    }
-
-    /// Calls it, not its mirror, for a guest of so many chunks, and asks for what it is to lend.
-    pub(super) fn borrow(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
-        let claim = self.claim(claim);
-        MemoryHost::open(&self.peer, self.credentials.as_deref(), session(), claim, self.bytes, chunks)
-    }
-
-    /// Calls it, not its mirror, where it lends already.
-    pub(super) fn reach(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
-        let claim = self.claim(claim);
-        MemoryHost::reopen(&self.peer, self.credentials.as_deref(), session(), claim, self.bytes, chunks)
-    }
-
-    fn claim(&self, claim: Claim) -> Claim {
-        Claim { guest: self.number(claim.guest), ..claim }
-    }
-}
-
-/// A connection's own number, and the seed of its checksums. Who asks is told by the claim.
-fn session() -> (u128, u64) {
-    (random_u128(), random_u128() as u64)
-}
-
+const WITH_OTHER: Duration = Duration::from_secs(1);
 /// The epochs of a guest's owner, which outlive its daemon.
 pub trait Epochs: Send + Sync {
     /// An epoch higher than any before. It is written down before this returns.
@@ -203,9 +104,14 @@ impl Lenders {
         self.returned[member.index()].swap(false, Ordering::AcqRel)
     }
 
-    /// Whether another memory host has the same pages as this one.
-    pub(super) fn has_mirror(&self, member: Member) -> bool {
-        self.all().get(member.number).is_some_and(|lender| lender.mirror.is_some())
+    /// Whether what this memory host has can be had without it: from its mirror, or by parity.
+    pub(super) fn has_other(&self, member: Member) -> bool {
+        self.all().get(member.number).is_some_and(|lender| lender.count() > 1)
+    }
+
+    /// How the parity lies, where there is some.
+    pub(super) fn parity(&self) -> Option<Parity> {
+        self.all().first()?.parity
     }
 
     /// Whether a memory host is leaving, or has left.
@@ -230,15 +136,17 @@ impl Lenders {
         self.raise()
     }
 
-    /// Gives one of the two places of a number to another memory host, which has nothing of the guest. `lender` is the
-    /// two as they are from then on.
-    pub(super) fn take_place(&self, member: Member, lender: Lender) -> Result<(), MigrateError> {
+    /// Gives places of a number to another memory host, which has nothing of the guest. `lender` is the number's memory
+    /// hosts as they are from then on.
+    pub(super) fn take_place(&self, members: &[Member], number: usize, lender: Lender) -> Result<(), MigrateError> {
         // Nobody calls it in an epoch before this one.
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
-        all[member.number] = lender;
-        // As one that is back and has lost all that it had.
-        self.note_return(member);
-        self.silent[member.index()].store(false, Ordering::Release);
+        all[number] = lender;
+        for member in members {
+            // As one that is back and has lost all that it had.
+            self.note_return(*member);
+            self.silent[member.index()].store(false, Ordering::Release);
+        }
         self.raise()
     }
 
@@ -299,7 +207,12 @@ impl Lenders {
         }
         let (lender, claim) = self.call(member, epoch);
         let lends = self.lends_held(member.number);
-        if *lends { lender.borrow(claim, self.chunks) } else { Err(Refusal::LendsNothing.into()) }
+        if !*lends {
+            return Err(Refusal::LendsNothing.into());
+        }
+        // Nobody relies on what it had.
+        self.note_return(member);
+        lender.borrow(claim, self.chunks)
     }
 
     /// The same, and nothing is borrowed.
@@ -373,7 +286,7 @@ impl<'a> Lines<'a> {
             *line = Some((epoch, self.lenders.open(member, epoch)?));
         }
         let (_, host) = line.as_mut().expect("it was opened");
-        host.wait_for(if self.lenders.has_mirror(member) { WITH_MIRROR } else { ANSWER_TIMEOUT });
+        host.wait_for(if self.lenders.has_other(member) { WITH_OTHER } else { ANSWER_TIMEOUT });
         let answer = ask(host);
         let is_over = match &answer {
             Err(StoreError::Refused(refusal)) => matches!(refusal, Refusal::Fenced { .. } | Refusal::Closed),
@@ -390,6 +303,7 @@ impl<'a> Lines<'a> {
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
+    use std::sync::Arc;
 
     use sterna_protocol::layout::ChunkIndex;
     use sterna_protocol::store::most_bytes;
@@ -432,6 +346,7 @@ mod tests {
         Lender {
             peer: lending(directory),
             mirror: None,
+            parity: None,
             once: Default::default(),
             credentials: None,
             bytes: most_bytes(CHUNKS),

@@ -3,7 +3,7 @@
 use sterna_protocol::store::{Claim, Refusal};
 
 use super::SplitError;
-use super::lines::Lender;
+use super::lender::Lender;
 use crate::store::client::{MemoryHost, StoreError};
 
 /// Asks one memory host, not its mirror, for what a guest of so many chunks is to have of it.

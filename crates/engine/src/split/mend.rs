@@ -10,9 +10,11 @@ use sterna_protocol::pages::PageSet;
 use sterna_sys::iovec::Outgoing;
 
 use super::fetch::{TOGETHER, some_of};
-use super::lines::{Lines, Member};
+use super::lender::Member;
+use super::lines::Lines;
 use super::{Chunk, Split, SplitError};
 use crate::error::MigrateError;
+use crate::store::client::ANSWER_TIMEOUT;
 
 impl Split {
     /// Finds out for each chunk of which pages are away whether a memory host has them still, that has not answered for
@@ -26,7 +28,9 @@ impl Split {
                 break;
             }
             let mut state = self.chunk(chunk);
-            if self.host_of(chunk) == Some(member.number) {
+            if self.lenders.parity().is_some() {
+                self.look_by_parity(lines, member, chunk, &mut state)?;
+            } else if self.concerns(chunk, member) {
                 state.members[member.which].unasked = true;
                 match self.make_sure(lines, member, chunk, &mut state) {
                     // Whoever touches those pages finds out.
@@ -53,8 +57,9 @@ impl Split {
         if !self.is_behind(chunk, member) {
             return Ok(true);
         }
-        let from = Member { which: 1 - member.which, ..member };
-        if self.lenders.is_silent(from) {
+        let other = self.having(chunk).into_iter().find(|other| *other != member);
+        let Some(from) = other.filter(|from| !self.lenders.is_silent(*from)) else { return Ok(false) };
+        if self.is_parity(member) && !self.parity_begins_anew(lines, member, chunk, state)? {
             return Ok(false);
         }
         for asked in [from, member] {
@@ -82,8 +87,7 @@ impl Split {
         (chunk, pages): (ChunkIndex, &PageSet),
         state: &mut Chunk,
     ) -> Result<(), SplitError> {
-        let version = state.members[from.which].at.held();
-        let got = lines.ask(from, |host| host.get(chunk, version, pages)).map_err(|error| self.failed(from, error))?;
+        let got = self.get(lines, from, (chunk, pages), state, ANSWER_TIMEOUT)?;
         let bodies: Vec<_> = got.bodies.chunks_exact(PAGE_BYTES).map(Outgoing::from).collect();
         let kept = self.give(lines, to, (chunk, state), (got.full, got.zero), &bodies)?;
         let known = &mut state.members[to.which];
@@ -103,7 +107,7 @@ impl Split {
     pub(super) fn mend_next(&self, lines: &mut Lines<'_>, from: usize) -> Result<Option<usize>, SplitError> {
         for index in from..self.chunks.len() {
             let chunk = ChunkIndex(index as u32);
-            let members = self.host_of(chunk).map_or_else(Vec::new, |number| self.lenders.members(number));
+            let members = self.having(chunk);
             let Some(behind) = members.iter().find(|member| self.is_behind(chunk, **member)) else { continue };
             if members.iter().any(|member| self.lenders.is_silent(*member)) {
                 continue;

@@ -16,8 +16,14 @@
 //! **A memory host that does not answer** keeps its pages, and the threads that need them wait, however long. Each
 //! memory host has threads of its own, so nobody waits for another one.
 
+/// Hosts that lend.
+mod lender;
+
 /// Connections to memory hosts.
 mod lines;
+
+/// Pages that can be had without the memory host that has them.
+mod parity;
 
 /// Pages that come back.
 mod fetch;
@@ -106,8 +112,10 @@ use self::ahead::Ahead;
 use self::chunk::Chunk;
 use self::clock::Clock;
 pub use self::error::SplitError;
-pub use self::lines::{Epochs, Lender};
-use self::lines::{Lenders, Lines, Member};
+use self::lender::Member;
+pub use self::lender::{Lender, Parity};
+pub use self::lines::Epochs;
+use self::lines::{Lenders, Lines};
 use self::pace::Pace;
 pub use self::pace::Paced;
 use self::rests::Rests;
@@ -202,6 +210,12 @@ impl Split {
         if lenders.len() > Holder::MAX_HOSTS {
             return Err(MigrateError::Bug("a guest with more memory hosts than it may have").into());
         }
+        // Each chunk of a stripe is at another one, and so is its parity.
+        let holds =
+            |parity: Parity| (1..parity.hosts).contains(&(parity.stripe as usize)) && parity.hosts <= lenders.len();
+        if !lenders.iter().all(|lender| lender.parity.is_none_or(holds)) {
+            return Err(MigrateError::Bug("parity over fewer memory hosts than it takes").into());
+        }
         let chunks = pager.ram().layout().chunks();
         let lenders = Lenders::new(lenders, guest, chunks, epochs)?;
         let split = Self {
@@ -271,7 +285,9 @@ impl Split {
     pub fn silent(&self) -> Vec<String> {
         let members = (0..self.lenders.count()).flat_map(|number| self.lenders.members(number));
         let silent = members.filter(|member| self.is_silent_of_two(*member) && !self.lenders.is_leaving(member.number));
-        silent.map(|member| self.lenders.peer(member)).collect()
+        let mut silent: Vec<_> = silent.map(|member| self.lenders.peer(member)).collect();
+        silent.dedup();
+        silent
     }
 
     /// How many pages are at one of two memory hosts alone: the other one did not answer when they left, or has lost
@@ -280,15 +296,15 @@ impl Split {
     pub fn at_one_alone(&self) -> u64 {
         let unknown = self.unknown();
         if self.pager.alone_chunks() == 0 && unknown.is_empty() {
-            return 0;
+            return self.orphans(0);
         }
         let alone = |chunk: &ChunkIndex| {
             let holder = self.pager.holder(*chunk);
-            let is_unknown = || holder.and_then(Holder::host_number).is_some_and(|number| unknown.contains(&number));
+            let is_unknown = || self.having(*chunk).iter().any(|member| unknown.contains(member));
             holder.and_then(Holder::alone).is_some() || is_unknown()
         };
         let chunks = self.pager.ram().layout().iter().filter(alone);
-        chunks.map(|chunk| self.pager.away_in(chunk).len() as u64).sum()
+        chunks.map(|chunk| self.pager.away_in(chunk).len() as u64).sum::<u64>() + self.orphans(0)
     }
 
     /// Why pages that are too many here do not leave at present.
@@ -333,9 +349,37 @@ impl Split {
         self.pager.holder(chunk).and_then(Holder::host_number).filter(|number| *number < self.lenders.count())
     }
 
-    /// Whether a memory host has not what is away of a chunk: its mirror alone is to be believed.
+    /// Those that have pages of a chunk, where a memory host of this number has them: whoever answered when it was last
+    /// asked comes before one that did not.
+    fn members(&self, chunk: ChunkIndex, number: usize) -> Vec<Member> {
+        match self.parity_of(chunk) {
+            Some(parity) => {
+                let mut members = vec![Member { number, which: 0 }, parity];
+                members.sort_by_key(|member| self.lenders.is_silent(*member));
+                members
+            }
+            None => self.lenders.members(number),
+        }
+    }
+
+    /// Those that have what is away of a chunk; nobody where nothing is.
+    fn having(&self, chunk: ChunkIndex) -> Vec<Member> {
+        self.host_of(chunk).map_or_else(Vec::new, |number| self.members(chunk, number))
+    }
+
+    /// Whether a memory host has, or had, what is away of a chunk.
+    fn concerns(&self, chunk: ChunkIndex, member: Member) -> bool {
+        self.having(chunk).contains(&member)
+    }
+
+    /// Whether a memory host has copies of a chunk, or of what is in the parity.
+    fn has_copies(&self, chunk: ChunkIndex, state: &Chunk, member: Member) -> bool {
+        state.copies_at().is_some_and(|number| self.members(chunk, number).contains(&member))
+    }
+
+    /// Whether a memory host has not what is away of a chunk: its mirror alone is to be believed, or the parity.
     fn is_behind(&self, chunk: ChunkIndex, member: Member) -> bool {
-        let holder = self.pager.holder(chunk).filter(|holder| holder.host_number() == Some(member.number));
+        let holder = self.pager.holder(chunk).filter(|_| self.concerns(chunk, member));
         holder.and_then(Holder::alone).is_some_and(|which| which != member.which)
     }
 
@@ -370,26 +414,34 @@ impl Split {
         state: &mut Chunk,
         has: Option<(u64, PageSet)>,
     ) -> Result<(), SplitError> {
-        let mine = self.host_of(chunk) == Some(member.number);
+        let mine = self.concerns(chunk, member);
         let away = if mine { self.pager.away_in(chunk) } else { PageSet::EMPTY };
         let mut there = if self.is_behind(chunk, member) { PageSet::EMPTY } else { away };
         let lost = there.without(&has.map_or(PageSet::EMPTY, |(_, pages)| pages));
         if !lost.is_empty() {
             let is_alone =
-                !self.lenders.has_mirror(member) || self.pager.holder(chunk).and_then(Holder::alone).is_some();
-            let Some(other) = Holder::one_of(member.number, 1 - member.which).filter(|_| !is_alone) else {
+                !self.lenders.has_other(member) || self.pager.holder(chunk).and_then(Holder::alone).is_some();
+            let number = self.host_of(chunk).unwrap_or(member.number);
+            let Some(other) = Holder::one_of(number, 1 - member.which).filter(|_| !is_alone) else {
                 return Err(SplitError::Lost { peer: self.lenders.peer(member), pages: lost.len() as u64 });
             };
             // It is given all anew.
             self.pager.left_alone(chunk, other)?;
             there = PageSet::EMPTY;
         }
+        if self.lenders.parity().is_some() {
+            // What is in the parity must not be lost where it came from: both keep what is no longer away.
+            state.members[member.which].at = self.found(there, has);
+            // What those are is not known.
+            state.copies = None;
+            return Ok(());
+        }
         let Restart { now, release, .. } = Whereabouts::recorded(there).restart(has);
         if let Some((version, pages)) = release.filter(|_| !self.still.is_on()) {
             let released = lines.ask(member, |host| host.release(chunk, version, &pages));
             released.map_err(|error| self.failed(member, error))?;
         }
-        let had_copies = state.copies_at() == Some(member.number);
+        let had_copies = self.has_copies(chunk, state, member);
         let known = &mut state.members[member.which];
         if had_copies {
             // They were among those.

@@ -9,7 +9,8 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{InventoryEntry, Refusal};
 use sterna_sys::iovec::Outgoing;
 
-use super::lines::{Lines, Member};
+use super::lender::Member;
+use super::lines::Lines;
 use super::{Chunk, Split, SplitError};
 use crate::error::MigrateError;
 use crate::faults::fence::Fence;
@@ -47,11 +48,20 @@ impl Split {
         // One that is leaving and has nothing any more may be gone for good.
         let asked =
             (0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number) || self.has_pages(*number));
+        // By parity one of all may be away.
+        let mut may_be_away = usize::from(self.lenders.parity().is_some());
         for number in asked {
             let (mut answered, mut why) = (false, None);
             for member in self.lenders.members(number) {
                 match self.take_stock_of(&mut lines, member) {
-                    Ok(()) => answered = true,
+                    Ok(()) => {
+                        answered = true;
+                        if self.lenders.parity().is_some() {
+                            self.note_rests(member);
+                            // What the parity stands for may be lost where it came from.
+                            self.lenders.note_return(member);
+                        }
+                    }
                     Err(error @ SplitError::Host { .. }) => {
                         // Its mirror may do meanwhile.
                         layout.iter().for_each(|chunk| self.chunk(chunk).members[member.which].unsure = true);
@@ -62,7 +72,7 @@ impl Split {
                 }
             }
             if let Some(error) = why.filter(|_| !answered) {
-                return Err(error);
+                may_be_away = may_be_away.checked_sub(1).ok_or(error)?;
             }
         }
         Ok(())
@@ -93,7 +103,7 @@ impl Split {
         for chunk in self.pager.ram().layout().iter() {
             let entry = entries.next_if(|entry| entry.chunk == chunk);
             let has = entry.map(|InventoryEntry { version, pages, .. }| (*version, PageSet::from_bytes(pages)));
-            if has.is_some() || self.host_of(chunk) == Some(member.number) {
+            if has.is_some() || self.concerns(chunk, member) {
                 self.settle(lines, member, chunk, &mut self.chunk(chunk), has)?;
             }
         }
@@ -110,8 +120,9 @@ impl WayOut<'_> {
     pub fn send(&mut self, chunk: ChunkIndex, number: usize) -> Result<Departed, SplitError> {
         let nothing = Departed { away: PageSet::EMPTY, zero: PageSet::EMPTY };
         let split = self.split;
+        let number = split.host_by_parity(chunk).unwrap_or(number);
         // Whoever needs the chunk meanwhile is not to wait for one that does not answer. Of two the other may do.
-        let members = split.lenders.members(split.host_of(chunk).unwrap_or(number));
+        let members = split.members(chunk, split.host_of(chunk).unwrap_or(number));
         if members.iter().all(|member| split.lenders.is_silent(*member)) {
             for member in members {
                 self.lines.ask(member, |host| host.held(chunk)).map_err(|error| split.failed(member, error))?;
@@ -127,7 +138,7 @@ impl WayOut<'_> {
             // That one is left alone, or it would be asked.
             split.leave_copies(other, &mut state);
         }
-        let members = split.lenders.members(number);
+        let members = split.members(chunk, number);
         let (silent, answering): (Vec<Member>, Vec<Member>) =
             members.iter().partition(|member| split.lenders.is_silent(**member));
         if answering.is_empty() {
@@ -149,6 +160,9 @@ impl WayOut<'_> {
         let (mut to, mut holder) = (&members, Holder::host(number));
         if !silent.is_empty() {
             let had = split.had_by_each((chunk, &state), &members, &silent, &copied);
+            if had.is_empty() && !self.may_leave_for_one(chunk, answering[0])? {
+                return Ok(nothing);
+            }
             if had.is_empty() {
                 // The rest of the chunk leaves for the one that answers, which alone is believed from then on.
                 (to, holder) = (&answering, Holder::one_of(number, answering[0].which));
@@ -157,9 +171,10 @@ impl WayOut<'_> {
             }
         }
         let holder = holder.ok_or(MigrateError::Bug("a memory host that is not known"))?;
-        let mut departed = Ok(nothing);
+        let (mut departed, mut sent) = (Ok(nothing), PageSet::EMPTY);
         if !copied.full.is_empty() || !copied.zero.is_empty() {
-            let digests = self.put_at_each(chunk, &answering, &mut state, &copied)?;
+            let digests;
+            (digests, sent) = self.put_at_each(chunk, &answering, &mut state, &copied)?;
             let (pages, digester) = (copied.full, split.digester);
             let copy = Copy { chunk, pages, digests: &digests, digester, holder, zero: copied.zero };
             departed = split.pager.depart(&self.fence, &copy, &self.fence.patience(GRACE));
@@ -167,8 +182,7 @@ impl WayOut<'_> {
         // Whatever came of it: the record says what is away.
         let away = split.pager.away_in(chunk).and(&copied.full);
         let stayed = copied.full.without(&away);
-        let known = |state: &Chunk, member: &Member| state.members[member.which].at.copied();
-        let unsent = to.iter().fold(away, |unsent, member| unsent.and(&known(&state, member)));
+        let unsent = away.without(&sent);
         for member in to {
             state.members[member.which].at.goes(&away);
             state.members[member.which].unasked |= silent.contains(member) && !away.is_empty();
@@ -178,9 +192,16 @@ impl WayOut<'_> {
         }
         // A copy of what has stayed, or is nothing any more, would be of no use the next time. But while one of two
         // does not answer, what both have copies of is what leaves for both.
-        for member in answering.iter().filter(|_| silent.is_empty()) {
-            let stale = stayed.or(&known(&state, member));
-            split.release(&mut self.lines, *member, (chunk, &stale), &mut state);
+        if silent.is_empty() && split.lenders.parity().is_some() {
+            let stale = (0..answering.len()).fold(stayed, |all, which| all.or(&state.members[which].at.copied()));
+            if let Err(error) = split.retire_known(&mut self.lines, (chunk, &stale), &mut state, &copied) {
+                tracing::debug!(%error, "the parity stands for pages that stayed");
+            }
+        } else {
+            for member in answering.iter().filter(|_| silent.is_empty()) {
+                let stale = stayed.or(&state.members[member.which].at.copied());
+                split.release(&mut self.lines, *member, (chunk, &stale), &mut state);
+            }
         }
         let departed = departed?;
         let count = |pages: &PageSet| pages.len() as u64;
@@ -189,6 +210,12 @@ impl WayOut<'_> {
         split.zero.fetch_add(count(&departed.zero), Ordering::Relaxed);
         split.kept.fetch_add(count(&stayed), Ordering::Relaxed);
         Ok(departed)
+    }
+
+    /// Whether a chunk may leave for one of two alone, while the other one does not answer. For the parity alone
+    /// nothing does: it would stand for what no memory host has.
+    fn may_leave_for_one(&self, chunk: ChunkIndex, member: Member) -> Result<bool, SplitError> {
+        Ok(!self.split.is_parity(member) && self.split.leave_parity_behind(chunk)?)
     }
 
     /// The pages of a chunk that are somewhere, and here, as the guest has them at some moment each.
@@ -214,17 +241,32 @@ impl WayOut<'_> {
         Ok(Copied { full: there.without(&zero), zero, bodies })
     }
 
-    /// Has the memory host and its mirror keep what each does not have yet; the digests of what they have.
+    /// Has the memory host and its mirror keep what each does not have yet; the digests of what they have, and which
+    /// pages were sent. The parity comes after the memory host.
     fn put_at_each(
         &mut self,
         chunk: ChunkIndex,
         members: &[Member],
         state: &mut Chunk,
         copied: &Copied,
-    ) -> Result<Vec<u64>, SplitError> {
-        let mut digests = Vec::new();
+    ) -> Result<(Vec<u64>, PageSet), SplitError> {
+        let has_parity = self.split.lenders.parity().is_some();
+        if has_parity && members.len() > 1 {
+            let stale = (0..members.len()).fold(PageSet::EMPTY, |stale, which| {
+                let unchanged = state.unchanged(which, &copied.full, &copied.bodies, self.split.digester);
+                stale.or(&state.members[which].at.copied().and(&copied.full).without(&unchanged))
+            });
+            self.split.retire(&mut self.lines, (chunk, &stale), state)?;
+            if members.iter().any(|member| self.split.is_behind(chunk, *member)) {
+                let anew = MigrateError::Reply("parity of other pages than it was given: it is made anew");
+                return Err(self.split.failed(members[1], anew.into()));
+            }
+        }
+        let (mut digests, mut all_sent) = (Vec::new(), PageSet::EMPTY);
         for (done, member) in members.iter().enumerate() {
-            let kept = self.put(chunk, *member, state, copied).and_then(|kept| match done > 0 && kept != digests {
+            let kept = self.put(chunk, *member, state, copied);
+            let kept = kept.inspect(|(_, sent)| all_sent = all_sent.or(sent)).map(|(kept, _)| kept);
+            let kept = kept.and_then(|kept| match done > 0 && kept != digests {
                 true => {
                     state.members[member.which].unsure = true;
                     let other = MigrateError::Reply("other pages than its mirror has");
@@ -235,24 +277,25 @@ impl WayOut<'_> {
             digests = match kept {
                 Ok(kept) => kept,
                 Err(error) => {
-                    for member in &members[..done] {
+                    // With parity they are copies.
+                    for member in members[..done].iter().filter(|_| !has_parity) {
                         self.split.release(&mut self.lines, *member, (chunk, &copied.full), state);
                     }
                     return Err(error);
                 }
             };
         }
-        Ok(digests)
+        Ok((digests, all_sent))
     }
 
-    /// Has one of them keep what it does not have yet; the digests of what it has.
+    /// Has one of them keep what it does not have yet; the digests of what it has, and which pages were sent.
     fn put(
         &mut self,
         chunk: ChunkIndex,
         member: Member,
         state: &mut Chunk,
         copied: &Copied,
-    ) -> Result<Vec<u64>, SplitError> {
+    ) -> Result<(Vec<u64>, PageSet), SplitError> {
         let which = member.which;
         let unchanged = state.unchanged(which, &copied.full, &copied.bodies, self.split.digester);
         let known: Vec<_> = unchanged.iter().map(|page| state.digest(which, page).unwrap_or_default()).collect();
@@ -265,9 +308,12 @@ impl WayOut<'_> {
         } else {
             self.split.give(&mut self.lines, member, (chunk, state), (sent, PageSet::EMPTY), &bodies)?
         };
+        if let Some(number) = self.split.host_by_parity(chunk) {
+            state.given((number, which), &sent, &kept);
+        }
         let (mut known, mut kept) = (known.into_iter(), kept.into_iter());
         let of = |page| if unchanged.contains(page) { known.next() } else { kept.next() };
-        Ok(copied.full.iter().filter_map(of).collect())
+        Ok((copied.full.iter().filter_map(of).collect(), sent))
     }
 }
 
@@ -313,16 +359,19 @@ impl Split {
 
 /// A chunk's pages, copied.
 #[derive(Clone)]
-struct Copied {
-    full: PageSet,
+pub(super) struct Copied {
+    pub full: PageSet,
     zero: PageSet,
     /// The bodies of the full ones, in order.
-    bodies: Vec<u8>,
+    pub bodies: Vec<u8>,
 }
 
 impl Copied {
+    /// None.
+    pub const NOTHING: Self = Self { full: PageSet::EMPTY, zero: PageSet::EMPTY, bodies: Vec::new() };
+
     /// Those of the full pages, and the zeros.
-    fn only(&self, pages: PageSet) -> Self {
+    pub fn only(&self, pages: PageSet) -> Self {
         let each = self.full.iter().zip(self.bodies.as_chunks::<PAGE_BYTES>().0);
         let bodies = each.filter(|(page, _)| pages.contains(*page)).flat_map(|(_, body)| *body).collect();
         Self { full: self.full.and(&pages), zero: self.zero, bodies }

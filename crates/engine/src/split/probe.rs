@@ -8,7 +8,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::lines::{Lines, Member};
+use super::lender::Member;
+use super::lines::Lines;
 use super::outage::Outage;
 use super::{Split, SplitError};
 use crate::error::MigrateError;
@@ -28,11 +29,11 @@ impl Split {
         Ok(())
     }
 
-    /// The memory hosts that have mirrors, and lend.
+    /// The memory hosts that can be done without, and lend.
     fn pairs(&self) -> Vec<Member> {
         let lend = (0..self.lenders.count()).filter(|number| self.lenders.lends(*number));
         let all = lend.flat_map(|number| self.lenders.members(number));
-        all.filter(|member| self.lenders.has_mirror(*member)).collect()
+        all.filter(|member| self.lenders.has_other(*member)).collect()
     }
 
     /// Finds out what those have lost that answer again, and copies to each what its mirror alone has, until the end.
@@ -58,7 +59,7 @@ impl Split {
         while let Some(from) = next.filter(|_| !self.has_ended()) {
             next = self.mend_next(&mut lines, from)?;
         }
-        Ok(())
+        self.retire_orphans(&mut lines)
     }
 
     /// Asks the memory hosts of a number whether they are there; [`silent`](Self::silent) says then who is not. One
@@ -75,20 +76,20 @@ impl Split {
     #[must_use]
     pub fn is_at_both(&self) -> bool {
         let silent = self.pairs().into_iter().any(|member| self.lenders.is_silent(member));
-        !silent && self.unknown().is_empty() && self.pager.alone_chunks() == 0
+        !silent && self.unknown().is_empty() && self.pager.alone_chunks() == 0 && self.orphans(1) == 0
     }
 
-    /// The numbers of those of which one has answered again, or is new, and was not asked yet what it has.
-    pub(super) fn unknown(&self) -> Vec<usize> {
-        let (pairs, number) = (self.pairs(), |member: &Member| member.number);
+    /// Those that have answered again, or are new, and were not asked yet what they have.
+    pub(super) fn unknown(&self) -> Vec<Member> {
+        let pairs = self.pairs();
         // In this order: whoever is no longer to be asked is being looked through.
-        let to_be_asked = pairs.iter().filter(|member| self.lenders.is_to_be_asked(**member)).map(number).collect();
-        if self.looking.load(Ordering::Acquire) { pairs.iter().map(number).collect() } else { to_be_asked }
+        let to_be_asked = pairs.iter().copied().filter(|member| self.lenders.is_to_be_asked(*member)).collect();
+        if self.looking.load(Ordering::Acquire) { pairs } else { to_be_asked }
     }
 
     /// Whether a memory host does not answer that has a mirror, which may.
     pub(super) fn is_silent_of_two(&self, member: Member) -> bool {
-        self.lenders.is_silent(member) && self.lenders.has_mirror(member)
+        self.lenders.is_silent(member) && self.lenders.has_other(member)
     }
 }
 

@@ -17,6 +17,7 @@ use sterna_engine::agent::{Advice, Discards};
 use sterna_engine::error::MigrateError;
 use sterna_engine::inside::Inside;
 use sterna_engine::memory::{Mappings, Memory};
+use sterna_engine::split::Parity;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::iovec::Outgoing;
@@ -261,10 +262,7 @@ fn daemon() {
     let socket = UnixStream::connect(directory.join("vmm")).unwrap();
     let inside = Box::new(InsideParent { socket, vmm, life: Arc::clone(&life) });
     let means = PagingMeans { inside, missing };
-    let (peer, mirror) = peer.split_once(',').map_or((peer, None), |(peer, mirror)| (peer, Some(mirror.into())));
-    let (peer, once, bytes) = (peer.into(), Default::default(), most_bytes(CHUNKS));
-    let lender = Lender { peer, mirror, once, credentials: None, bytes, leaving: false };
-    let lenders = vec![lender];
+    let lenders = lenders(&peer.split(',').collect::<Vec<_>>());
     let epochs = Box::new(InFile(directory.join("epoch")));
     let split = if begun == "1" {
         Split::recover(Pager::recover(Arc::new(ram), means).unwrap(), lenders, GUEST, epochs).unwrap()
@@ -286,6 +284,25 @@ fn daemon() {
     let mut way = split.way_out().unwrap();
     for turn in 0.. {
         way.send(ChunkIndex(turn % CHUNKS), 0).unwrap();
+    }
+}
+
+/// One host, two that have the same pages, or three with parity.
+fn lenders(peers: &[&str]) -> Vec<Lender> {
+    let bytes = most_bytes(CHUNKS);
+    let lender = |peer: &str, mirror: Option<&&str>, parity| Lender {
+        peer: peer.into(),
+        mirror: mirror.map(|mirror| (*mirror).into()),
+        parity,
+        once: Default::default(),
+        credentials: None,
+        bytes,
+        leaving: false,
+    };
+    match peers {
+        [peer] => vec![lender(peer, None, None)],
+        [peer, mirror] => vec![lender(peer, Some(mirror), None)],
+        more => more.iter().map(|peer| lender(peer, None, Some(Parity::new((2, 3), bytes)))).collect(),
     }
 }
 
@@ -316,6 +333,23 @@ fn a_daemon_that_is_killed_at_any_step_leaves_each_page_valid_at_one_of_two_at_l
         return;
     }
     let hosts = [LendingHost::new(), LendingHost::new()];
+    let killed = Killed::new(&hosts);
+    for (turn, steps) in often((0..24).chain((24..400).step_by(41))).enumerate() {
+        if turn % 5 == 4 {
+            mirror::loses_all(&hosts[0]);
+        }
+        killed.after(steps, turn > 0, false);
+    }
+    killed.end();
+}
+
+/// There is parity, and one of three, always the same, loses all it has again and again.
+#[test]
+fn a_daemon_that_is_killed_at_any_step_leaves_each_page_valid_there_or_by_parity() {
+    if !tracking_works() {
+        return;
+    }
+    let hosts = [(); 3].map(|()| LendingHost::to_guests_of(2 * CHUNKS));
     let killed = Killed::new(&hosts);
     for (turn, steps) in often((0..24).chain((24..400).step_by(41))).enumerate() {
         if turn % 5 == 4 {
@@ -363,10 +397,7 @@ impl<'a> Killed<'a> {
     }
 
     fn lenders(&self) -> Vec<Lender> {
-        match self.hosts {
-            [one, other] => vec![mirror::pair([one, other])],
-            _ => vec![self.hosts[0].lender()],
-        }
+        lenders(&self.hosts.iter().map(|host| host.relay.address.as_str()).collect::<Vec<_>>())
     }
 
     fn epochs(&self) -> InFile {
@@ -444,6 +475,9 @@ impl<'a> Killed<'a> {
         assert_eq!(split.pager().missing(), 0);
         dies(split);
         let split = self.guest.recover_over(lenders).unwrap();
+        if self.hosts.len() > 2 {
+            return split.end();
+        }
         assert_eq!(self.hosts.iter().map(|host| host.pages()).sum::<u64>(), 0, "the next daemon gives copies up");
         split.end();
     }

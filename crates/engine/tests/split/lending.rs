@@ -46,6 +46,7 @@ impl LendingHost {
         Lender {
             peer: self.relay.address.clone(),
             mirror: None,
+            parity: None,
             once: Default::default(),
             credentials: None,
             bytes: most_bytes(self.chunks),

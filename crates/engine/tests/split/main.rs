@@ -22,19 +22,15 @@ mod toy;
 
 /// A guest of threads that check what they read.
 mod checking;
-
+/// Killed at any step.
+mod killed;
 /// A Linux guest.
 mod real;
 
-/// Killed at any step.
-mod killed;
-
 /// Pages that are here and at their memory host.
 mod copies;
-
 /// Devices that write past the page tables.
 mod device;
-
 /// A host that lends.
 mod lending;
 
@@ -46,6 +42,9 @@ mod lost;
 
 /// Two memory hosts that have the same pages.
 mod mirror;
+
+/// Memory hosts with parity.
+mod parity;
 
 /// A guest that moves on while its pages stay.
 mod onward;
@@ -345,6 +344,7 @@ fn a_memory_host_that_is_named_twice_in_different_ways_keeps_what_it_was_given_u
     let lender = |peer: &String| Lender {
         peer: peer.clone(),
         mirror: None,
+        parity: None,
         once: Default::default(),
         credentials: None,
         bytes: most_bytes(CHUNKS),

@@ -311,6 +311,37 @@ fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
     site.ran_on_one_host_at_a_time();
 }
 
+/// There is parity. One goes down for good while the guest writes, another takes its place, and one of the others goes
+/// as well.
+#[test]
+fn a_guest_with_parity_loses_no_page_with_any_one_memory_host() {
+    let _turn = turn();
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
+        return;
+    }
+    let hosts = ["a", "b", "c", "d", "e"].map(str::to_owned).into();
+    let mut site = lending_by(Site::start(&Plan { hosts, ..Plan::small() }), &["b", "c", "d", "e"]);
+    let with_parity = |words: Vec<String>| [words, vec!["--redundancy".into(), "parity".into()]].concat();
+    ask(&site, &with_parity(words_over(&site, HERE, &[("b", 150), ("c", 150), ("d", 150)]))).completed_split();
+    site.checker_is_well();
+    site.kill_daemon("b");
+    site.checker_is_well();
+    // What the guest wants and is away is put together from the others.
+    ask(&site, &words_over(&site, HERE + 20, &[])).completed_split();
+    site.checker_is_well();
+    ask(&site, &words_over(&site, HERE, &[("c", 150), ("d", 150), ("e", 150)])).completed_split();
+    site.eventually("what it had is made anew", || !site.told_at("a").contains("without parity"));
+    site.checker_is_well();
+    site.kill_daemon("d");
+    site.checker_is_well();
+    merge(&site);
+    site.checker_is_well();
+    site.start_daemon("b");
+    site.start_daemon("d");
+    given_back_at(&site, &["b", "c", "d", "e"]);
+    site.ran_on_one_host_at_a_time();
+}
+
 /// It moves to and fro between two hosts, and what is at the other two stays there; each daemon dies at any moment.
 #[test]
 fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there() {

@@ -1,0 +1,382 @@
+//! Parity: pages that can be had without the memory host that has them.
+//!
+//! Of so many chunks in a row, a *stripe*, each is at another memory host, and the XOR of them at one more:
+//!
+//! ```text
+//!   stripe 0   chunk 0 at b   chunk 1 at c   parity at a        who has what follows from the chunk's number:
+//!   stripe 1   chunk 2 at c   chunk 3 at a   parity at b        nothing of it is on record
+//!   stripe 2   chunk 4 at a   chunk 5 at b   parity at c
+//! ```
+//!
+//! The record knows a chunk's memory host, and the parity as its mirror: a page is had from either. What a mirror does
+//! with a page of its own, parity does by folding it into those that are there (`sterna_protocol::store`).
+//!
+//! **What is in the parity is at its memory host, too, as it was folded in.** All else follows from this, whatever is
+//! cut or killed:
+//!
+//! ```text
+//! out       put at the memory host ─▶ fold into the parity          a copy, not in the parity: nobody misses it
+//! no more   fold out of the parity ─▶ release, or put another       the same
+//! ```
+//!
+//! So a page whose content has changed since it came back is folded out before it leaves again; its former body comes
+//! from the memory host for that. It is the price of parity that never stands for what nobody has.
+//!
+//! **While the parity's host is away** nothing can be folded out there. What leaves then replaces what the parity
+//! stands for, also for the stripe's other chunks: the record says first that they are at their memory hosts alone.
+//! Once it is back the stripe's parity begins anew ([`Split::parity_begins_anew`]), and each chunk is folded in again.
+//! **While a memory host is away** its chunks come by parity, and leave again where they are as they were.
+
+use std::time::Duration;
+
+use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
+use sterna_protocol::pages::PageSet;
+use sterna_protocol::split::Whereabouts;
+use sterna_protocol::store::Refusal;
+
+use super::lender::{Member, Parity};
+use super::lines::Lines;
+use super::out::Copied;
+use super::{Chunk, Split, SplitError};
+use crate::error::MigrateError;
+use crate::paging::whereabouts::Holder;
+use crate::store::client::{ANSWER_TIMEOUT, Pages, StoreError};
+use crate::store::parity::fold;
+
+/// Whether a memory host answers, and has others than it should.
+fn says_otherwise(error: &StoreError) -> bool {
+    matches!(error, StoreError::Refused(_) | StoreError::Connection(MigrateError::Reply(_)))
+}
+
+/// How often pages are asked for anew whose stripe changed meanwhile.
+const TRIES: usize = 8;
+
+impl Split {
+    /// Whether a memory host has parity, and no pages.
+    pub(super) fn is_parity(&self, member: Member) -> bool {
+        member.which == 1 && self.lenders.parity().is_some()
+    }
+
+    /// Who has the parity of a chunk, where there is parity.
+    pub(super) fn parity_of(&self, chunk: ChunkIndex) -> Option<Member> {
+        let Parity { stripe, hosts, .. } = self.lenders.parity()?;
+        Some(Member { number: chunk.index() / stripe as usize % hosts, which: 1 })
+    }
+
+    /// The memory host that a chunk leaves for, where there is parity.
+    pub(super) fn host_by_parity(&self, chunk: ChunkIndex) -> Option<usize> {
+        let Parity { stripe, hosts, .. } = self.lenders.parity()?;
+        let (stripe, place) = (chunk.index() / stripe as usize, chunk.index() % stripe as usize);
+        Some((stripe + 1 + place) % hosts)
+    }
+
+    /// The other chunks of a chunk's stripe.
+    fn beside(&self, chunk: ChunkIndex) -> impl Iterator<Item = ChunkIndex> {
+        let stripe = self.lenders.parity().map_or(1, |parity| parity.stripe as usize);
+        let first = chunk.index() / stripe * stripe;
+        let last = (first + stripe).min(self.chunks.len());
+        (first..last).map(|index| ChunkIndex(index as u32)).filter(move |other| *other != chunk)
+    }
+
+    /// What is known of a chunk at a member that has been asked: these pages of it are away, and all else that it has
+    /// are copies.
+    pub(super) fn found(&self, there: PageSet, has: Option<(u64, PageSet)>) -> Whereabouts {
+        let (version, pages) = has.unwrap_or((0, PageSet::EMPTY));
+        let mut now = Whereabouts::recorded(there);
+        now.seen(version);
+        now.comes(&pages.without(&there));
+        now
+    }
+
+    /// Gets pages of a chunk without the memory host that has them: what the parity has of them, and of that all that
+    /// others have.
+    ///
+    /// # Errors
+    /// [`SplitError`]; also where the others do not have what the parity was told.
+    pub(super) fn get_by_parity(
+        &self,
+        lines: &mut Lines<'_>,
+        parity: Member,
+        (chunk, pages): (ChunkIndex, &PageSet),
+        patience: Duration,
+    ) -> Result<Pages, SplitError> {
+        for turn in 1.. {
+            let summed = lines.ask(parity, |host| host.sum(patience, chunk, pages));
+            let summed = summed.map_err(|error| self.failed(parity, error))?;
+            let mut found = summed.parity;
+            let mut others = summed.others.into_iter();
+            let folded = others.try_for_each(|(other, pages)| self.fold_out_of(lines, &mut found, (other, &pages)));
+            let is_it = || {
+                let each = found.bodies.as_chunks::<PAGE_BYTES>().0.iter().map(|body| self.digester.page(body));
+                each.eq(summed.digests.iter().copied())
+            };
+            match folded {
+                Ok(()) if is_it() => return Ok(Pages { digests: summed.digests, ..found }),
+                // Another chunk of the stripe came, or left, between the two.
+                Ok(()) if turn < TRIES => {}
+                Err(SplitError::Host { source, .. })
+                    if turn < TRIES
+                        && matches!(*source, StoreError::Refused(Refusal::Absent | Refusal::Version { .. })) => {}
+                Ok(()) => {
+                    let other = MigrateError::Reply("parity of other pages than the other memory hosts have");
+                    return Err(self.failed(parity, other.into()));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        unreachable!("it returns at the last turn")
+    }
+
+    /// Folds pages of another chunk out of the parity of some.
+    fn fold_out_of(
+        &self,
+        lines: &mut Lines<'_>,
+        found: &mut Pages,
+        (other, pages): (ChunkIndex, &PageSet),
+    ) -> Result<(), SplitError> {
+        let number = self.host_by_parity(other).filter(|_| other.index() < self.chunks.len());
+        let number = number.ok_or(MigrateError::Reply("parity of a chunk that the guest has not"))?;
+        let member = Member { number, which: 0 };
+        let got = lines.ask(member, |host| match host.held(other)? {
+            Some((version, _)) => host.get(other, version, pages),
+            None => Err(Refusal::Absent.into()),
+        });
+        let got = got.map_err(|error| self.failed(member, error))?;
+        let mut bodies = got.bodies.as_chunks::<PAGE_BYTES>().0.iter();
+        for (page, into) in found.full.iter().zip(found.bodies.as_chunks_mut::<PAGE_BYTES>().0) {
+            if got.full.contains(page) {
+                bodies.next().into_iter().for_each(|body| fold(into, body));
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the parity, and then the memory host, forget pages of a chunk that are here. Both have what is not away as
+    /// copies.
+    ///
+    /// # Errors
+    /// [`SplitError`]; both have them still, or it is not known.
+    pub(super) fn retire(
+        &self,
+        lines: &mut Lines<'_>,
+        of: (ChunkIndex, &PageSet),
+        state: &mut Chunk,
+    ) -> Result<(), SplitError> {
+        self.retire_known(lines, of, state, &Copied::NOTHING)
+    }
+
+    /// The same, where some are known as they were folded in.
+    pub(super) fn retire_known(
+        &self,
+        lines: &mut Lines<'_>,
+        (chunk, pages): (ChunkIndex, &PageSet),
+        state: &mut Chunk,
+        known: &Copied,
+    ) -> Result<(), SplitError> {
+        let (Some(number), Some(parity)) = (self.host_by_parity(chunk), self.parity_of(chunk)) else { return Ok(()) };
+        let host = Member { number, which: 0 };
+        match self.fold_out(lines, (host, parity), (chunk, pages), state, known) {
+            Err(SplitError::Host { source, .. }) if says_otherwise(&source) => {
+                self.stripe_begins_anew(lines, parity, chunk, state)?;
+            }
+            done => done?,
+        }
+        let [at_host, in_parity] = [0, 1].map(|which| state.members[which].at.copied().and(pages));
+        // What the parity may stand for stays.
+        if !at_host.is_empty() && in_parity.is_empty() {
+            self.release(lines, host, (chunk, &at_host), state);
+        }
+        if state.copies_at().is_none() {
+            state.copies = None;
+        }
+        Ok(())
+    }
+
+    /// Has the parity forget pages of a chunk, whose bodies come from the memory host, unless it has lost them.
+    fn fold_out(
+        &self,
+        lines: &mut Lines<'_>,
+        (host, parity): (Member, Member),
+        (chunk, pages): (ChunkIndex, &PageSet),
+        state: &mut Chunk,
+        known: &Copied,
+    ) -> Result<(), SplitError> {
+        let [at_host, in_parity] = [0, 1].map(|which| state.members[which].at.copied().and(pages));
+        let known = known.only(in_parity);
+        self.unfold(lines, parity, (chunk, known.full, PageSet::EMPTY), state, &known.bodies)?;
+        let others = in_parity.without(&known.full);
+        for (member, part) in [(host, others.and(&at_host)), (parity, others.without(&at_host))] {
+            if part.is_empty() {
+                continue;
+            }
+            let got = match self.get(lines, member, (chunk, &part), state, ANSWER_TIMEOUT) {
+                Err(SplitError::Host { source, .. }) if member == host && says_otherwise(&source) => {
+                    self.get_by_parity(lines, parity, (chunk, &part), ANSWER_TIMEOUT)?
+                }
+                got => got?,
+            };
+            self.unfold(lines, parity, (chunk, got.full, got.zero), state, &got.bodies)?;
+        }
+        Ok(())
+    }
+
+    fn unfold(
+        &self,
+        lines: &mut Lines<'_>,
+        parity: Member,
+        (chunk, full, zero): (ChunkIndex, PageSet, PageSet),
+        state: &mut Chunk,
+        bodies: &[u8],
+    ) -> Result<(), SplitError> {
+        let (known, pages) = (&mut state.members[parity.which], full.or(&zero));
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let version = known.at.held();
+        let unfolded = lines.ask(parity, |host| host.unfold((chunk, version), (full, zero), bodies));
+        known.unsure |= unfolded.is_err();
+        unfolded.map_err(|error| self.failed(parity, error))?;
+        known.at.released(&pages);
+        Ok(())
+    }
+
+    /// Finds out what a member has still of a chunk, of what it may have. Copies go: the memory host may have lost some
+    /// that the parity stands for, or others may have replaced them while the parity's host was away, and nobody could
+    /// do without another chunk of the stripe then.
+    ///
+    /// # Errors
+    /// [`SplitError`]; it is to be looked at once more.
+    pub(super) fn look_by_parity(
+        &self,
+        lines: &mut Lines<'_>,
+        member: Member,
+        chunk: ChunkIndex,
+        state: &mut Chunk,
+    ) -> Result<(), SplitError> {
+        let (Some(number), Some(parity)) = (self.host_by_parity(chunk), self.parity_of(chunk)) else { return Ok(()) };
+        if !self.members(chunk, number).contains(&member) {
+            return Ok(());
+        }
+        state.members[member.which].unasked = true;
+        for asked in [Member { number, which: 0 }, parity] {
+            match self.make_sure(lines, asked, chunk, state) {
+                Ok(()) => {}
+                // Whoever touches those pages finds out.
+                Err(SplitError::Lost { .. }) => return Ok(()),
+                Err(other) => return Err(other),
+            }
+        }
+        let copies = state.members[parity.which].at.copied();
+        self.retire(lines, (chunk, &copies), state)
+    }
+
+    /// Copies that the parity stands for, and that the memory host has not: they came by parity while it was behind.
+    fn orphans_of(&self, state: &Chunk) -> PageSet {
+        let [at_host, in_parity] = [0, 1].map(|which| state.members[which].at);
+        match self.lenders.parity() {
+            Some(_) => in_parity.copied().without(&at_host.copied().or(&at_host.away())),
+            None => PageSet::EMPTY,
+        }
+    }
+
+    /// How many there are of them, where a chunk with which something is done counts as `busy` of them. As long as
+    /// there are some, other chunks of their stripes cannot be done without.
+    pub(super) fn orphans(&self, busy: u64) -> u64 {
+        let chunks = if self.lenders.parity().is_some() { self.chunks.len() } else { 0 };
+        // Whoever asks is not to wait for a memory host.
+        let of = |index| self.free_chunk(index).map_or(busy, |state| self.orphans_of(&state).len() as u64);
+        (0..chunks).map(of).sum()
+    }
+
+    /// Has the parity forget them.
+    ///
+    /// # Errors
+    /// [`SplitError`]; it is to be done once more.
+    pub(super) fn retire_orphans(&self, lines: &mut Lines<'_>) -> Result<(), SplitError> {
+        let chunks = if self.lenders.parity().is_some() { self.chunks.len() } else { 0 };
+        for index in 0..chunks {
+            let Some(mut state) = self.free_chunk(index) else { continue };
+            let orphans = self.orphans_of(&state);
+            if !orphans.is_empty() {
+                self.retire(lines, (ChunkIndex(index as u32), &orphans), &mut state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// All of a stripe is at its memory hosts alone from now on, where it is there, and its parity has nothing.
+    fn stripe_begins_anew(
+        &self,
+        lines: &mut Lines<'_>,
+        parity: Member,
+        chunk: ChunkIndex,
+        state: &mut Chunk,
+    ) -> Result<(), SplitError> {
+        if let Some(number) = self.host_of(chunk).filter(|_| !self.is_behind(chunk, parity)) {
+            let alone = Holder::one_of(number, 0).ok_or(MigrateError::Bug("a memory host that is not known"))?;
+            if self.is_behind(chunk, Member { number, which: 0 }) {
+                return Err(SplitError::Lost { peer: self.lenders.peer(parity), pages: 0 });
+            }
+            self.pager.left_alone(chunk, alone)?;
+        }
+        state.members[parity.which].unasked = true;
+        if !self.parity_begins_anew(lines, parity, chunk, state)? {
+            self.lenders.note_return(parity);
+        }
+        Ok(())
+    }
+
+    /// Pages of a chunk are about to leave for its memory host alone, because the parity's does not answer: what the
+    /// parity stands for is no longer so, of the stripe's other chunks neither. Returns whether that is on record: not
+    /// where one of them is busy, or can be had by parity alone.
+    ///
+    /// # Errors
+    /// The map of missing pages cannot be written.
+    pub(super) fn leave_parity_behind(&self, chunk: ChunkIndex) -> Result<bool, SplitError> {
+        let Some(parity) = self.parity_of(chunk) else { return Ok(true) };
+        for other in self.beside(chunk) {
+            let Some(mut state) = self.free_chunk(other.index()) else { return Ok(false) };
+            if let Some(holder) = self.pager.holder(other) {
+                match holder.alone() {
+                    Some(0) => {}
+                    Some(_) => return Ok(false),
+                    None => {
+                        let Some(number) = holder.host_number() else { return Ok(false) };
+                        if self.lenders.is_silent(Member { number, which: 0 }) {
+                            return Ok(false);
+                        }
+                        let alone =
+                            Holder::one_of(number, 0).ok_or(MigrateError::Bug("a memory host that is not known"))?;
+                        self.pager.left_alone(other, alone)?;
+                    }
+                }
+            }
+            state.members[parity.which].left_behind();
+        }
+        Ok(true)
+    }
+
+    /// Before a chunk is folded into a parity that it left behind, all of the stripe leaves that. Returns whether it is
+    /// so: not where another chunk of the stripe is busy, or can be had by parity alone.
+    ///
+    /// # Errors
+    /// [`SplitError`].
+    pub(super) fn parity_begins_anew(
+        &self,
+        lines: &mut Lines<'_>,
+        parity: Member,
+        chunk: ChunkIndex,
+        state: &mut Chunk,
+    ) -> Result<bool, SplitError> {
+        self.make_sure(lines, parity, chunk, state)?;
+        if state.members[parity.which].at.copied().is_empty() {
+            return Ok(true);
+        }
+        if !self.leave_parity_behind(chunk)? {
+            return Ok(false);
+        }
+        lines.ask(parity, |host| host.reset(chunk)).map_err(|error| self.failed(parity, error))?;
+        state.members[parity.which].at = Whereabouts::default();
+        Ok(true)
+    }
+}
