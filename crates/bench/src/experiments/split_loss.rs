@@ -1,6 +1,6 @@
-//! A part of a guest's memory is at two memory hosts, and one of them goes at the busiest moment: it is killed, or says
-//! nothing any more. With each page at both (`copies=2`) the guest is to go on; without, it stands until that host is
-//! back, and says so.
+//! A part of a guest's memory is at memory hosts, and one of them goes at the busiest moment: it is killed, or says
+//! nothing any more. With each page at two (`copies=2`), or with parity, the guest is to go on; without, it stands
+//! until that host is back, and says so.
 
 use std::path::Path;
 use std::process::Child;
@@ -30,6 +30,8 @@ use crate::trial::Qemu;
 /// The guest's memory, and what of it may be here, MiB.
 const MEMORY_MIB: u64 = 512;
 const HERE_MIB: u64 = 192;
+/// What each memory host lends, MiB.
+const LENT_MIB: u64 = 400;
 /// How long its work is measured before, and without, the memory host.
 const BEFORE_US: i64 = 5_000_000;
 const WITHOUT_US: i64 = 10_000_000;
@@ -43,7 +45,7 @@ const LONGEST: &str = "longest_access_ms";
 /// Words per second before, and in the last second without the memory host.
 const FULL: &str = "words_per_s_before";
 const WITHOUT: &str = "words_per_s_without";
-/// How long it took until each page was at both memory hosts again, seconds.
+/// How long it took until each page could be had without any one memory host again, seconds.
 const MENDED: &str = "mended_s";
 /// Whether the guest stood and its daemon said for whom: 1 or 0.
 const STANDS: &str = "stands_and_says_so";
@@ -52,16 +54,17 @@ pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let attempts = attempts(&together::newest()?);
     let plan = Plan::new(move |record| {
-        try_all(&lenders::lab()?, &attempts, repeats, record);
+        try_all(&lenders::lab_to_move_in(1, LENT_MIB)?, &attempts, repeats, record);
         Ok(())
     });
     Ok(plan.judged(|runs| Ok(targets(runs))).drawn(plot))
 }
 
 fn attempts(qemu: &Qemu) -> Vec<Loss> {
-    let each = [(true, Access::Read), (true, Access::Write), (false, Access::Read)].into_iter();
-    let each = each.flat_map(|(mirrored, access)| [End::Killed, End::Silent].map(|end| (mirrored, access, end)));
-    each.map(|(mirrored, access, end)| Loss { mirrored, access, end, qemu: qemu.clone() }).collect()
+    let redundant = [COPIES, PARITY].into_iter().flat_map(|each| [(each, Access::Read), (each, Access::Write)]);
+    let each = redundant.chain([(NONE, Access::Read)]);
+    let each = each.flat_map(|(redundancy, access)| [End::Killed, End::Silent].map(|end| (redundancy, access, end)));
+    each.map(|(redundancy, access, end)| Loss { redundancy, access, end, qemu: qemu.clone() }).collect()
 }
 
 /// What the guest does with words of 192 MiB at random, of which it finds about half here.
@@ -108,7 +111,7 @@ impl End {
 /// The loss of a memory host.
 #[derive(Debug, Clone)]
 struct Loss {
-    mirrored: bool,
+    redundancy: &'static str,
     access: Access,
     end: End,
     qemu: Qemu,
@@ -122,13 +125,14 @@ fn workload(access: Access, end: End) -> String {
     }
 }
 
-fn label(mirrored: bool) -> &'static str {
-    if mirrored { "copies=2" } else { "none" }
-}
+/// At how many memory hosts each page is, as `--redundancy` has it.
+const NONE: &str = "none";
+const COPIES: &str = "copies=2";
+const PARITY: &str = "parity";
 
 impl Attempt for Loss {
     fn rows(&self) -> Vec<Row> {
-        let (redundancy, workload) = (label(self.mirrored), workload(self.access, self.end));
+        let (redundancy, workload) = (self.redundancy, workload(self.access, self.end));
         let values = [
             ("mover", json!(format!("sterna split, {redundancy}"))),
             ("qemu", json!(self.qemu.label)),
@@ -161,8 +165,12 @@ impl Loss {
         let vm = SternaVm::start(lab, "a", guest, &self.qemu.path)?;
         lenders::is_at_work(guest)?;
         let lost = lab.host("b")?;
-        let words: &[&str] = if self.mirrored { &["--redundancy", "copies=2"] } else { &[] };
-        let report = vm.split(HERE_MIB * MIB, &lenders::lenders(lab)?, words)?;
+        let words = ["--redundancy", self.redundancy];
+        let mut lending = lenders::lending(lab, LENT_MIB)?.to_vec();
+        if self.redundancy == PARITY {
+            lending.push((lab.host("d")?.listen(), LENT_MIB * MIB));
+        }
+        let report = vm.split(HERE_MIB * MIB, &lending, &words)?;
         let before_us = now_us() + REST.as_micros() as i64;
         std::thread::sleep(REST + Duration::from_micros(BEFORE_US.unsigned_abs()));
 
@@ -172,8 +180,8 @@ impl Loss {
         let back_us = now_us();
         let split = vm.show()?.split;
         let _daemon = gone.comes_back()?;
-        if self.mirrored {
-            wait_for("each page at both memory hosts", PATIENCE, || {
+        if self.redundancy != NONE {
+            wait_for("each page to be had without any one memory host", PATIENCE, || {
                 let is_whole = |split: &Split| split.alone_pages == 0 && split.silent.is_empty();
                 Ok(vm.show()?.split.is_none_or(|split| is_whole(&split)).then_some(()))
             })?;
@@ -251,20 +259,22 @@ fn note(
 }
 
 fn targets(runs: &[Run]) -> Vec<Target> {
-    let of = |name: &str, mirrored: bool, workload: &str| {
-        let mover = format!("sterna split, {}", label(mirrored));
+    let of = |name: &str, redundancy: &str, workload: &str| {
+        let mover = format!("sterna split, {redundancy}");
         median(&series(runs, name, |run| is(run, &[("mover", &mover), ("workload", workload)])))
     };
     let mut targets = Vec::new();
-    for access in [Access::Read, Access::Write] {
+    for (redundancy, access) in
+        [COPIES, PARITY].into_iter().flat_map(|each| [(each, Access::Read), (each, Access::Write)])
+    {
         for workload in [End::Killed, End::Silent].map(|end| workload(access, end)) {
-            let lost = of(LOST, true, &workload);
-            targets.push(Target::at_most(format!("copies=2, {workload}: work lost, s"), 0.5, lost));
+            let lost = of(LOST, redundancy, &workload);
+            targets.push(Target::at_most(format!("{redundancy}, {workload}: work lost, s"), 0.5, lost));
         }
     }
     for end in [End::Killed, End::Silent] {
         let name = format!("none, {}: the guest stands, and who is waited for is said", end.label());
-        targets.push(Target::at_least(name, 1.0, of(STANDS, false, end.label())));
+        targets.push(Target::at_least(name, 1.0, of(STANDS, NONE, end.label())));
     }
     targets
 }
@@ -326,6 +336,6 @@ mod tests {
     #[test]
     fn what_was_not_measured_is_not_met() {
         assert!(targets(&[]).iter().all(|target| target.measured.is_none() && !target.met));
-        assert_eq!(targets(&[]).len(), 6);
+        assert_eq!(targets(&[]).len(), 10);
     }
 }
