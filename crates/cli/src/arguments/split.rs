@@ -30,10 +30,10 @@ pub struct Split {
     /// At how many memory hosts each page is: none (one), copies=2, or parity
     ///
     /// With copies=2 the first memory host that is named and the second have the same pages, the third and the fourth,
-    /// and so on; with parity, which takes three or more that lend the same, each page is at one, and what is at it
-    /// can be had from the others: pages take 1.5 times their memory with three, 1.33 times with four, 1.25 times with
-    /// more. Either way any one of them may go down for good, and the guest runs on. Without this option: one, or as
-    /// it is for a machine that is split already.
+    /// and so on. With parity, which takes three or more that lend the same, each page is at one, and what is at it can
+    /// be had from the others; a third of what they lend goes into that with three, a quarter with four, a fifth with
+    /// more. Either way any one of them may go down for good, and the guest runs on. Without this option: one, or as it
+    /// is for a machine that is split already.
     #[arg(long, value_name = "none|copies=2|parity", value_parser = redundancy)]
     pub redundancy: Option<Redundancy>,
     /// Where pages belong that the guest does not use: track (nowhere), or ignore (where any other page would be)

@@ -30,12 +30,12 @@ fn a_machine_with_parity_does_without_any_one_memory_host() {
         is_whole(&host);
         let shown = host.get("/v1/vms/m")["split"].clone();
         assert_eq!((&shown["redundancy"], &shown["memory"][2]["bytes"]), (&json!("parity"), &json!(50 * (MIB + 4096))));
-        // Each lends for pages and for parity, and half as much again is used as is away.
+        // Each lends for pages and for parity.
         assert!(lenders.iter().all(|lender| lent(lender).0 == 50 * (MIB + 4096)));
-        eventually("no more is kept than that, and notes", || {
+        // And copies of what has come back.
+        eventually("there is half as much again at least", || {
             let away = number(&host.get("/v1/vms/m")["split"], "away_pages") * 4096;
-            let used: u64 = lenders.iter().map(|lender| lent(lender).1).sum();
-            used >= away + away / 2 && used <= away + away / 2 + 3 * 64 * 4096
+            lenders.iter().map(|lender| lent(lender).1).sum::<u64>() >= away + away / 2
         });
         lenders[gone].kill_daemon();
         if gone == 0 {
