@@ -275,6 +275,28 @@ impl<'a> Lines<'a> {
         }
     }
 
+    /// Asks a memory host that answers, and does not wait; returns whether it was asked. [`answer`](Self::answer) is to
+    /// be called for it before it is asked anything else.
+    pub(super) fn ask_ahead(
+        &mut self,
+        member: Member,
+        ask: impl FnOnce(&mut MemoryHost) -> Result<(), StoreError>,
+    ) -> bool {
+        !self.lenders.is_silent(member) && self.ask_in(self.lenders.epoch(), member, ask).is_ok()
+    }
+
+    /// What a memory host says that was [asked ahead](Self::ask_ahead). Where there is no answer whoever needs it asks
+    /// again.
+    pub(super) fn answer<T>(
+        &mut self,
+        member: Member,
+        answer: impl FnOnce(&mut MemoryHost) -> Result<T, StoreError>,
+    ) -> Option<T> {
+        // Over the connection that the question went over, whatever the epoch is now.
+        let (asked_in, _) = self.lines[member.index()].as_ref()?;
+        self.ask_in(*asked_in, member, answer).ok()
+    }
+
     fn ask_in<T>(
         &mut self,
         epoch: u64,

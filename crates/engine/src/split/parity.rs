@@ -51,6 +51,31 @@ fn says_otherwise(error: &StoreError) -> bool {
 /// How often pages are asked for anew whose stripe changed meanwhile.
 const TRIES: usize = 8;
 
+/// Pages that a memory host was asked for, and has not sent yet.
+struct Asked {
+    member: Member,
+    chunk: ChunkIndex,
+    pages: PageSet,
+}
+
+impl Asked {
+    fn answer(self, lines: &mut Lines<'_>, patience: Duration) -> Option<(ChunkIndex, Pages)> {
+        let Self { member, chunk, pages } = self;
+        lines.answer(member, |host| host.got(patience, chunk, &pages)).map(|got| (chunk, got))
+    }
+}
+
+/// Folds those of `pages` that are in `got` out of what was `found`.
+fn fold_out_of(found: &mut Pages, pages: &PageSet, got: &Pages) {
+    let bodies = got.full.iter().zip(got.bodies.as_chunks::<PAGE_BYTES>().0);
+    let mut bodies = bodies.filter(|(page, _)| pages.contains(*page)).peekable();
+    for (page, into) in found.full.iter().zip(found.bodies.as_chunks_mut::<PAGE_BYTES>().0) {
+        if let Some((_, body)) = bodies.next_if(|(of, _)| *of == page) {
+            fold(into, body);
+        }
+    }
+}
+
 impl Split {
     /// Whether a memory host has parity, and no pages.
     pub(super) fn is_parity(&self, member: Member) -> bool {
@@ -89,7 +114,7 @@ impl Split {
     }
 
     /// Gets pages of a chunk without the memory host that has them: what the parity has of them, and of that all that
-    /// others have.
+    /// others have. All are asked at once, as far as this host knows what the parity has.
     ///
     /// # Errors
     /// [`SplitError`]; also where the others do not have what the parity was told.
@@ -100,12 +125,20 @@ impl Split {
         (chunk, pages): (ChunkIndex, &PageSet),
         patience: Duration,
     ) -> Result<Pages, SplitError> {
+        let mut asked = self.ask_the_others(lines, parity, (chunk, pages));
         for turn in 1.. {
             let summed = lines.ask(parity, |host| host.sum(patience, chunk, pages));
+            // Whatever became of that: nothing else is asked of them before.
+            let mut ahead: Vec<_> = asked.drain(..).filter_map(|asked| asked.answer(lines, patience)).collect();
             let summed = summed.map_err(|error| self.failed(parity, error))?;
             let mut found = summed.parity;
-            let mut others = summed.others.into_iter();
-            let folded = others.try_for_each(|(other, pages)| self.fold_out_of(lines, &mut found, (other, &pages)));
+            let folded = summed.others.into_iter().try_for_each(|(other, pages)| {
+                let known = ahead.iter().position(|(of, got)| *of == other && got.has(&pages));
+                let got =
+                    known.map_or_else(|| self.get_other(lines, (other, &pages)), |at| Ok(ahead.swap_remove(at).1));
+                fold_out_of(&mut found, &pages, &got?);
+                Ok(())
+            });
             let is_it = || {
                 let each = found.bodies.as_chunks::<PAGE_BYTES>().0.iter().map(|body| self.digester.page(body));
                 each.eq(summed.digests.iter().copied())
@@ -127,13 +160,31 @@ impl Split {
         unreachable!("it returns at the last turn")
     }
 
-    /// Folds pages of another chunk out of the parity of some.
-    fn fold_out_of(
+    /// Asks for what the parity has of a stripe's other chunks at these pages, as far as it is known here.
+    fn ask_the_others(
         &self,
         lines: &mut Lines<'_>,
-        found: &mut Pages,
-        (other, pages): (ChunkIndex, &PageSet),
-    ) -> Result<(), SplitError> {
+        parity: Member,
+        (chunk, pages): (ChunkIndex, &PageSet),
+    ) -> Vec<Asked> {
+        let asked = self.beside(chunk).filter_map(|other| {
+            let number = self.host_by_parity(other)?;
+            // With a busy one something is done that changes what it has.
+            let state = self.free_chunk(other.index())?;
+            let at = [&state.members[0], &state.members[parity.which]];
+            let is_known = at.iter().all(|known| !known.unsure && !known.unasked);
+            let [at_host, in_parity] = at.map(|known| known.at.away().or(&known.at.copied()));
+            let (version, pages) = (at[0].at.held(), at_host.and(&in_parity).and(pages));
+            (is_known && !pages.is_empty()).then_some((Member { number, which: 0 }, other, version, pages))
+        });
+        let asked = asked.filter(|(member, other, version, pages)| {
+            lines.ask_ahead(*member, |host| host.ask_for(*other, *version, pages))
+        });
+        asked.map(|(member, chunk, _, pages)| Asked { member, chunk, pages }).collect()
+    }
+
+    /// Gets pages of another chunk of a stripe, in whatever version they are.
+    fn get_other(&self, lines: &mut Lines<'_>, (other, pages): (ChunkIndex, &PageSet)) -> Result<Pages, SplitError> {
         let number = self.host_by_parity(other).filter(|_| other.index() < self.chunks.len());
         let number = number.ok_or(MigrateError::Reply("parity of a chunk that the guest has not"))?;
         let member = Member { number, which: 0 };
@@ -141,14 +192,7 @@ impl Split {
             Some((version, _)) => host.get(other, version, pages),
             None => Err(Refusal::Absent.into()),
         });
-        let got = got.map_err(|error| self.failed(member, error))?;
-        let mut bodies = got.bodies.as_chunks::<PAGE_BYTES>().0.iter();
-        for (page, into) in found.full.iter().zip(found.bodies.as_chunks_mut::<PAGE_BYTES>().0) {
-            if got.full.contains(page) {
-                bodies.next().into_iter().for_each(|body| fold(into, body));
-            }
-        }
-        Ok(())
+        got.map_err(|error| self.failed(member, error))
     }
 
     /// Has the parity, and then the memory host, forget pages of a chunk that are here. Both have what is not away as
@@ -315,7 +359,8 @@ impl Split {
         if let Some(number) = self.host_of(chunk).filter(|_| !self.is_behind(chunk, parity)) {
             let alone = Holder::one_of(number, 0).ok_or(MigrateError::Bug("a memory host that is not known"))?;
             if self.is_behind(chunk, Member { number, which: 0 }) {
-                return Err(SplitError::Lost { peer: self.lenders.peer(parity), pages: 0 });
+                let pages = self.pager.away_in(chunk).len() as u64;
+                return Err(SplitError::Lost { peer: self.lenders.peer(parity), pages });
             }
             self.pager.left_alone(chunk, alone)?;
         }

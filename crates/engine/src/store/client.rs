@@ -42,6 +42,14 @@ pub struct Pages {
     pub digests: Vec<u64>,
 }
 
+impl Pages {
+    /// Whether these are among them.
+    #[must_use]
+    pub fn has(&self, pages: &PageSet) -> bool {
+        pages.without(&self.full.or(&self.zero)).is_empty()
+    }
+}
+
 /// The parity of pages of a chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summed {
@@ -290,8 +298,24 @@ impl MemoryHost {
         version: u64,
         pages: &PageSet,
     ) -> Result<Pages, StoreError> {
-        let request = StoreRequest::Get { chunk, version, pages: pages.to_bytes() };
-        let StoreReply::Pages = self.ask_within(patience, &request)? else { return Err(other().into()) };
+        self.ask_for(chunk, version, pages)?;
+        self.got(patience, chunk, pages)
+    }
+
+    /// Asks for pages of a chunk, and does not wait: [`got`](Self::got) is the answer, and comes before any other.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn ask_for(&mut self, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<(), StoreError> {
+        Ok(self.messages.send(&StoreRequest::Get { chunk, version, pages: pages.to_bytes() })?)
+    }
+
+    /// The pages that were [asked for](Self::ask_for).
+    ///
+    /// # Errors
+    /// [`StoreError`]; also where what came is not what its digest says.
+    pub fn got(&mut self, patience: Duration, chunk: ChunkIndex, pages: &PageSet) -> Result<Pages, StoreError> {
+        let StoreReply::Pages = self.answer(patience)? else { return Err(other().into()) };
         self.pages(chunk, pages)
     }
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use sterna_engine::error::MigrateError;
+use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::Parity;
 
 use super::mirror::loses_all;
@@ -197,6 +198,33 @@ fn another_takes_the_place_of_one_that_has_gone_for_good() {
     split.end();
 }
 
+/// Somebody waits for it: its memory host's silence is not to cost one answer after the other.
+#[test]
+fn what_a_page_is_made_from_comes_while_the_parity_is_waited_for() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, hosts) = (Guest::new(), three());
+    let split = guest.split_over(with_parity(&hosts));
+    send_all(&split, 0);
+    // The first chunk is at the second host, its parity at the first, and what else is in that at the third.
+    hosts[1].relay.cut();
+    hosts[0].relay.hold();
+    let carried = || hosts[2].relay.carried();
+    let before = carried();
+    std::thread::scope(|scope| {
+        let coming = scope.spawn(|| split.bring_back().unwrap());
+        while carried() - before < PAGE_BYTES as u64 {
+            assert!(!coming.is_finished(), "the parity was waited for first");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(split.pager().missing(), PAGES / 4 * 3);
+        hosts[0].relay.restore();
+    });
+    guest.is_as_it_was();
+    split.end();
+}
+
 /// What leaves while the parity's host is away makes its parity stand for what is no longer there; it is not believed
 /// when it is back, by this daemon and by the next one.
 #[test]
@@ -229,6 +257,27 @@ fn parity_that_was_left_behind_is_made_anew_before_anybody_relies_on_it() {
         checking.end();
         split.end();
     });
+}
+
+#[test]
+fn what_leaves_without_the_parity_is_on_record_as_without_it_and_so_is_the_rest_of_its_stripe() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, hosts) = (Guest::new(), three());
+    let split = guest.split_over(with_parity(&hosts));
+    send_all(&split, 0);
+    let alone = || [0, 1, 2].map(|chunk| split.pager().holder(ChunkIndex(chunk)).and_then(Holder::alone));
+    assert_eq!(alone(), [None; 3]);
+    // It has the parity of the first two chunks.
+    hosts[0].relay.cut();
+    guest.writes(0);
+    let full = PAGES / 4 * 3;
+    while split.pager().missing() < full {
+        let _ = split.way_out().unwrap().send(ChunkIndex(0), 0);
+    }
+    assert_eq!(alone(), [Some(0), Some(0), None]);
+    split.end();
 }
 
 #[test]

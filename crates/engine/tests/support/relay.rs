@@ -18,6 +18,8 @@ struct Shared {
     open: AtomicBool,
     /// Nothing is carried, and nobody is told.
     silent: AtomicBool,
+    /// Nothing is carried for now, and nothing is lost.
+    held: AtomicBool,
     /// Bytes, both ways, after which it cuts itself once.
     cut_after: AtomicU64,
     /// What both sides are told in place of what the other is.
@@ -57,6 +59,7 @@ impl Relay {
         let shared = Arc::new(Shared {
             open: AtomicBool::new(true),
             silent: AtomicBool::new(false),
+            held: AtomicBool::new(false),
             cut_after: AtomicU64::new(cut_after),
             older,
             carried: AtomicU64::new(0),
@@ -94,8 +97,14 @@ impl Relay {
         self.shared.silent.store(true, Ordering::Release);
     }
 
+    /// Carries nothing until [`restore`](Self::restore), and then all of it.
+    pub fn hold(&self) {
+        self.shared.held.store(true, Ordering::Release);
+    }
+
     /// Carries again.
     pub fn restore(&self) {
+        self.shared.held.store(false, Ordering::Release);
         self.shared.silent.store(false, Ordering::Release);
         self.shared.open.store(true, Ordering::Release);
     }
@@ -136,6 +145,9 @@ impl Shared {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 break;
+            }
+            while self.held.load(Ordering::Acquire) {
+                std::thread::sleep(Duration::from_millis(1));
             }
             if to.write_all(&buffer[..read]).is_err() {
                 break;
