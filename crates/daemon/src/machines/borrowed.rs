@@ -31,20 +31,7 @@ pub struct Place {
     pub once: [Option<String>; 2],
     /// What it has of the parity of other memory hosts' pages.
     #[serde(default)]
-    pub parity: Option<Share>,
-}
-
-/// A memory host's share of parity.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Share {
-    /// Of how many chunks a stripe is made.
-    pub stripe: u32,
-    /// Over how many memory hosts the stripes lie.
-    pub hosts: usize,
-    /// What it lends for it, bytes.
-    pub bytes: u64,
-    /// The place is that of the parity alone, and not of pages.
-    pub alone: bool,
+    pub parity: Option<Parity>,
 }
 
 /// The most chunks of a stripe: of more than so many memory hosts one that has gone would be asked for at each of them.
@@ -101,9 +88,9 @@ impl Place {
             // In whole chunks: of what is left over nobody could use anything.
             let chunks = host.bytes / most_bytes(1);
             let for_parity = chunks.div_ceil(u64::from(stripe) + 1);
-            let share = Share { stripe, hosts, bytes: for_parity * most_bytes(1), alone: false };
+            let parity = Some(Parity::new((stripe, hosts), for_parity * most_bytes(1)));
             let bytes = (chunks - for_parity) * most_bytes(1);
-            Self { peer: host.peer.clone(), bytes, mirror: None, once: Default::default(), parity: Some(share) }
+            Self { peer: host.peer.clone(), bytes, mirror: None, once: Default::default(), parity }
         };
         Ok(memory.iter().map(of).collect())
     }
@@ -111,8 +98,8 @@ impl Place {
     /// What is borrowed of it: of one with parity that for pages and that for parity, else as
     /// [`members`](Self::members).
     pub fn loans(&self) -> impl Iterator<Item = Self> {
-        let shares = self.parity.filter(|share| !share.alone).map(|share| {
-            let alone = Self { bytes: share.bytes, parity: Some(Share { alone: true, ..share }), ..self.clone() };
+        let shares = self.parity.filter(|parity| !parity.alone).map(|parity| {
+            let alone = Self { bytes: parity.bytes, parity: Some(Parity { alone: true, ..parity }), ..self.clone() };
             [Self { parity: None, ..self.clone() }, alone]
         });
         let whole = if shares.is_some() { None } else { Some(self.members()) };
@@ -158,7 +145,7 @@ impl Place {
             peer: self.peer.clone(),
             mirror: self.mirror.clone(),
             once: self.once.clone(),
-            parity: self.parity.map(|Share { stripe, hosts, bytes, alone }| Parity { stripe, hosts, bytes, alone }),
+            parity: self.parity,
             credentials: credentials.cloned(),
             bytes: self.bytes,
             leaving,
@@ -184,7 +171,7 @@ impl Place {
     /// What it lends in all, bytes.
     #[must_use]
     pub fn all_bytes(&self) -> u64 {
-        self.bytes + self.parity.filter(|share| !share.alone).map_or(0, |share| share.bytes)
+        self.bytes + self.parity.filter(|parity| !parity.alone).map_or(0, |parity| parity.bytes)
     }
 
     /// Its name, for people.

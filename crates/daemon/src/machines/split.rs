@@ -290,7 +290,7 @@ pub fn is_split(name: &str) -> Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machines::borrowed::Share;
+    use sterna_engine::split::Parity;
 
     #[test]
     fn no_epoch_comes_twice_whoever_asks_and_however_often_the_daemon_dies() {
@@ -329,7 +329,7 @@ mod tests {
                 bytes: 4,
                 mirror: Some("c:1".into()),
                 once: [None, Some("d:1".into())],
-                parity: Some(Share { stripe: 2, hosts: 3, bytes: 4, alone: false }),
+                parity: Some(Parity::new((2, 3), 4)),
             }],
             leaving: [0].into(),
             gone: [1].into(),

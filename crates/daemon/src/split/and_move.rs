@@ -37,7 +37,10 @@ pub fn split(
         return Err(invalid(format!("{main} is this host: the guest stays where 'main' is left out")));
     }
     if request.redundancy == Some(Redundancy::Parity) {
-        return Err(invalid("a machine with parity stays where it is: its memory hosts must not change with its host"));
+        return Err(invalid(
+            "a machine with parity stays where it is: its memory hosts must not change with its host (with copies=2 it \
+             moves)",
+        ));
     }
     if request.memory.iter().any(|host| host.peer == *main) {
         return Err(invalid(format!("{main} is to run the guest, and cannot lend memory to it, too")));

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use sterna_protocol::store::Claim;
 use sterna_sys::host::random_u128;
 use xxhash_rust::xxh3::xxh3_128;
@@ -33,7 +34,7 @@ impl Member {
 }
 
 /// What a host lends for the parity of pages that others have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parity {
     /// Of how many chunks, one after the other, a stripe is made.
     pub stripe: u32,

@@ -11,7 +11,7 @@
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
+use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{Holdings, Refusal, SLOT_BYTES, Sum};
 use sterna_sys::file::{punch, write_at};
@@ -137,10 +137,6 @@ impl Shelf {
             self.files.finish(all).map_err(failed)?;
             what(all)
         })
-    }
-
-    fn digests(&self, bodies: &[u8]) -> Vec<u64> {
-        bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body)).collect()
     }
 }
 

@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use proptest::prelude::*;
+use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::store::{Claim, Held, most_bytes};
 
 use super::*;

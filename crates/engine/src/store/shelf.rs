@@ -225,6 +225,11 @@ impl Shelf {
         done
     }
 
+    /// The digests of bodies, in order.
+    pub(super) fn digests(&self, bodies: &[u8]) -> Vec<u64> {
+        bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body)).collect()
+    }
+
     /// Keeps pages: `bodies` are those of `full`, in order. Returns their digests.
     ///
     /// # Errors
@@ -247,7 +252,7 @@ impl Shelf {
         bodies: &[u8],
         until: Option<Step>,
     ) -> Result<Vec<u64>, Refusal> {
-        let digests: Vec<u64> = bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body)).collect();
+        let digests = self.digests(bodies);
         self.with(epoch, |all| {
             keeps_pages(all)?;
             let put = all.may_put(chunk, version, base, full, zero)?;
@@ -329,8 +334,7 @@ impl Shelf {
                 // What is in parity is compared when it has been folded out of it.
                 let of = if all.stripe() == 1 { held.full } else { PageSet::EMPTY };
                 let bodies = self.files.read(chunk, &of).map_err(failed)?;
-                let digests = bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body));
-                if !digests.eq(slot.of(&of)) {
+                if !slot.of(&of).eq(self.digests(&bodies)) {
                     return Err(Refusal::Memory(format!("pages of chunk {} are damaged", chunk.0)));
                 }
                 sum.add(chunk, held, slot.of(&held.full));

@@ -197,13 +197,7 @@ impl Holdings {
         full: PageSet,
         zero: PageSet,
     ) -> Result<Put, Refusal> {
-        if chunk.0 >= self.chunks {
-            return Err(Refusal::Request(format!("the guest has no chunk {}", chunk.0)));
-        }
-        let pages = full.or(&zero);
-        if pages.is_empty() || !full.and(&zero).is_empty() {
-            return Err(Refusal::Request("a chunk that contradicts itself".into()));
-        }
+        let pages = self.check(chunk, full, zero)?;
         let now = self.held(chunk);
         let has = now.map(|held| held.version);
         // The same put again, whose answer was lost, is done again.
@@ -222,6 +216,18 @@ impl Holdings {
         Ok(Put { before: stays.filter(|held| !held.pages().is_empty()), after })
     }
 
+    /// Checks that the guest can have such pages. Returns all of them.
+    fn check(&self, chunk: ChunkIndex, full: PageSet, zero: PageSet) -> Result<PageSet, Refusal> {
+        if chunk.0 >= self.chunks {
+            return Err(Refusal::Request(format!("the guest has no chunk {}", chunk.0)));
+        }
+        let pages = full.or(&zero);
+        if pages.is_empty() || !full.and(&zero).is_empty() {
+            return Err(Refusal::Request("a chunk that contradicts itself".into()));
+        }
+        Ok(pages)
+    }
+
     /// Checks pages of a chunk that are to be folded into the parity. Returns what there is of the chunk afterwards.
     ///
     /// # Errors
@@ -235,13 +241,7 @@ impl Holdings {
         full: PageSet,
         zero: PageSet,
     ) -> Result<Held, Refusal> {
-        if chunk.0 >= self.chunks {
-            return Err(Refusal::Request(format!("the guest has no chunk {}", chunk.0)));
-        }
-        let pages = full.or(&zero);
-        if pages.is_empty() || !full.and(&zero).is_empty() {
-            return Err(Refusal::Request("a chunk that contradicts itself".into()));
-        }
+        let pages = self.check(chunk, full, zero)?;
         let now = self.held.get(&chunk).copied().unwrap_or_default();
         let has = self.held.get(&chunk).map(|held| held.version);
         if has != base || version <= now.version {
