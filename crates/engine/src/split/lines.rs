@@ -87,6 +87,11 @@ impl Lenders {
         if self.silent[member.index()].swap(is_silent, Ordering::AcqRel) && !is_silent {
             self.note_return(member);
         }
+        // Pages and parity are at one host there: nobody else is to wait until that says nothing.
+        if is_silent && self.parity().is_some() {
+            let other = Member { which: 1 - member.which, ..member };
+            self.silent[other.index()].store(true, Ordering::Release);
+        }
     }
 
     /// A memory host has answered again: it may have lost what it had.
@@ -387,6 +392,20 @@ mod tests {
         assert!(!lenders.lends(FIRST.number) && !lenders.is_silent(FIRST));
         lenders.put(FIRST.number, lender).unwrap();
         assert!(Lines::new(&lenders).ask(FIRST, |_| Ok(())).is_ok());
+    }
+
+    #[test]
+    fn a_host_that_does_not_answer_for_pages_does_not_for_parity_and_a_mirror_may() {
+        let directory = tempfile::tempdir().unwrap();
+        let nobody = |lender: Lender| Lender { peer: "127.0.0.1:1".into(), ..lender };
+        let with_parity = Lender { parity: Some(Parity::new((2, 3), 1)), ..nobody(lender(directory.path())) };
+        let with_mirror = Lender { mirror: Some("127.0.0.1:2".into()), ..with_parity.clone() };
+        for (lender, is_one) in [(with_parity, true), (Lender { parity: None, ..with_mirror }, false)] {
+            let counter = Box::new(Counter(AtomicU64::new(0)));
+            let lenders = Lenders::new(vec![lender], (7, 8), CHUNKS, counter).unwrap();
+            assert!(Lines::new(&lenders).ask(FIRST, |_| Ok(())).is_err());
+            assert_eq!(lenders.is_silent(Member { which: 1, ..FIRST }), is_one);
+        }
     }
 
     /// A thread that was late connected to one that had just been given back what it lent, by this host or by the
