@@ -7,7 +7,7 @@ use sterna_bench::command::output;
 use sterna_system_tests::needs::left_to_the_proofs;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::slow_disk::SlowDisk;
-use sterna_system_tests::{Site, cli, needs, skip_without, turn};
+use sterna_system_tests::{Plan, Site, cli, needs, skip_without, turn};
 
 const MIB: u64 = 1 << 20;
 /// The guest's memory, and what its checker writes and reads all of, MiB.
@@ -58,6 +58,25 @@ impl Trouble {
     }
 }
 
+/// A guest on the first of these hosts that reads a disk slowly; `None` where that cannot be, or not today.
+fn large(hosts: &[&str]) -> Option<(SlowDisk, Plan)> {
+    if left_to_the_proofs() || skip_without(&needs::GUEST) {
+        return None;
+    }
+    let disk = SlowDisk::read_by("threads").inspect_err(|why| println!("skipped: {why}")).ok()?;
+    let mut plan = disk.plan_with(&format!("checker:--mib,{CHECKED},--rate,32"));
+    plan.hosts = hosts.iter().map(|host| (*host).to_owned()).collect();
+    plan.memory_bytes = MEMORY * MIB;
+    Some((disk, plan))
+}
+
+/// Splits it, which must need all those hosts.
+fn is_split(site: &Site, words: &[&str]) {
+    let report = cli::ask(site.here(), words).completed_split();
+    println!("{report:?}");
+    assert!(report.allocated_before_bytes > 5 * 1024 * MIB * 9 / 10, "too little of it is in use: {report:?}");
+}
+
 /// Cuts the link of a host, or restores it.
 fn link(site: &Site, host: &str, state: &str) {
     output(site.host(host).command("ip").args(["link", "set", "up0", state])).expect("a link");
@@ -89,16 +108,7 @@ fn comes_together(site: &Site, host: &str) {
 #[test]
 fn a_guest_that_fits_no_host_is_right_whoever_dies_and_whatever_is_cut_and_comes_together_again() {
     let _turn = turn();
-    if left_to_the_proofs() || skip_without(&needs::GUEST) {
-        return;
-    }
-    let disk = match SlowDisk::read_by("threads") {
-        Ok(disk) => disk,
-        Err(why) => return println!("skipped: {why}"),
-    };
-    let mut plan = disk.plan_with(&format!("checker:--mib,{CHECKED},--rate,32"));
-    plan.hosts = ["a", "b", "c", "d"].map(str::to_owned).into();
-    plan.memory_bytes = MEMORY * MIB;
+    let Some((disk, plan)) = large(&["a", "b", "c", "d"]) else { return };
     let mut site = Site::without_guest(&plan);
     for host in ["b", "c"] {
         site.configure(host, &format!("lend_memory = \"{}M\"", LENDER - OWN));
@@ -110,9 +120,7 @@ fn a_guest_that_fits_no_host_is_right_whoever_dies_and_whatever_is_cut_and_comes
     let memory = ["b", "c"].map(|host| format!("{}={}M", site.host(host).listen(), LENDER - OWN));
     let main = format!("{}={}M", site.host("d").listen(), MAIN - OWN);
     let words = ["split", "g", "--json", "-", "--main", &main, "--memory", &memory[0], "--memory", &memory[1]];
-    let moved = cli::ask(site.here(), &words).completed_split();
-    println!("{moved:?}");
-    assert!(moved.allocated_before_bytes > 5 * 1024 * MIB * 9 / 10, "too little of it is in use: {moved:?}");
+    is_split(&site, &words);
     disk.is_read_slowly_at(&site, "d");
     site.checker_is_well();
 
@@ -132,16 +140,7 @@ fn a_guest_that_fits_no_host_is_right_whoever_dies_and_whatever_is_cut_and_comes
 #[test]
 fn a_guest_with_parity_is_right_though_a_memory_host_goes_for_good_and_any_one_may_go_afterwards() {
     let _turn = turn();
-    if left_to_the_proofs() || skip_without(&needs::GUEST) {
-        return;
-    }
-    let disk = match SlowDisk::read_by("threads") {
-        Ok(disk) => disk,
-        Err(why) => return println!("skipped: {why}"),
-    };
-    let mut plan = disk.plan_with(&format!("checker:--mib,{CHECKED},--rate,32"));
-    plan.hosts = ["a", "b", "c", "d", "e", "f"].map(str::to_owned).into();
-    plan.memory_bytes = MEMORY * MIB;
+    let Some((disk, plan)) = large(&["a", "b", "c", "d", "e", "f"]) else { return };
     let mut site = Site::without_guest(&plan);
     let spare = site.host("f").listen();
     site.configure("a", &format!("spare_memory_hosts = ['{spare}']\nspare_after = '5s'"));
@@ -154,9 +153,7 @@ fn a_guest_with_parity_is_right_though_a_memory_host_goes_for_good_and_any_one_m
     let memory = ["b", "c", "d", "e"].map(|host| format!("{}={LENT_WITH_PARITY}M", site.host(host).listen()));
     let mut words = vec!["split", "g", "--json", "-", "--redundancy", "parity", "--main", &main];
     memory.iter().for_each(|host| words.extend(["--memory", host]));
-    let left = cli::ask(site.here(), &words).completed_split();
-    println!("{left:?}");
-    assert!(left.allocated_before_bytes > 5 * 1024 * MIB * 9 / 10, "too little of it is in use: {left:?}");
+    is_split(&site, &words);
     let limits = [("a", MAIN), ("b", LENDER), ("c", LENDER), ("d", LENDER), ("e", LENDER), ("f", LENDER)];
     let all_limits = limits.map(|(host, mib)| site.host(host).group.limit(mib * MIB).expect("a limit"));
     disk.is_read_slowly_at(&site, "a");
