@@ -23,11 +23,14 @@ const COST: &str = "cpu_s_per_gib";
 
 pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 5 });
-    let cases = PAGES.into_iter().map(|pages| Ok((pages, cases(pages, options.quick)?))).collect::<Result<Vec<_>>>()?;
+    // A short run has only the pages that are fastest.
+    let kinds: &[Pages] = if options.quick { &[Pages::Huge] } else { &Pages::ALL };
+    let of = |pages: &Pages| Ok((*pages, cases(*pages, options.quick)?));
+    let cases = kinds.iter().map(of).collect::<Result<Vec<_>>>()?;
     let plan = Plan::new(move |record| {
         for (pages, cases) in &cases {
             let config = LabConfig { rate_bytes_per_s: None, ..LabConfig::pair(&lab_name()) };
-            let lab = lab_with(config, 1, pages.settings())?;
+            let lab = lab_with(config, 1, &pages.settings())?;
             try_all(&lab, cases, repeats, record, |_, metrics| derive(metrics));
         }
         Ok(())
@@ -42,35 +45,35 @@ enum Pages {
     Small,
 }
 
-const PAGES: [Pages; 2] = [Pages::Huge, Pages::Small];
+/// How the workload of guests in huge pages ends.
+const HUGE: &str = ", huge pages";
 
 impl Pages {
+    const ALL: [Self; 2] = [Self::Huge, Self::Small];
+
     /// The hosts' settings.
-    fn settings(self) -> &'static str {
-        match self {
-            Self::Huge => "huge_pages = true\n",
-            Self::Small => "huge_pages = false\n",
-        }
+    fn settings(self) -> String {
+        format!("huge_pages = {}\n", self == Self::Huge)
+    }
+
+    /// What is said of them.
+    fn words(self) -> &'static str {
+        if self == Self::Huge { HUGE } else { "" }
     }
 
     /// What the workload is called.
     fn workload(self, filled_mib: u64) -> String {
-        match self {
-            Self::Huge => format!("idle, {filled_mib} MiB of noise{HUGE}"),
-            Self::Small => format!("idle, {filled_mib} MiB of noise"),
-        }
+        format!("idle, {filled_mib} MiB of noise{}", self.words())
     }
 
+    /// Whether a run's guest was in them.
     fn has(self, run: &Run) -> bool {
-        let is_huge =
-            run.config.get("workload").and_then(|words| words.as_str()).is_some_and(|words| words.ends_with(HUGE));
-        is_huge == (self == Self::Huge)
+        let workload = run.config.get("workload").and_then(|words| words.as_str()).unwrap_or_default();
+        workload.ends_with(HUGE) == (self == Self::Huge)
     }
 }
 
-/// How the workload of guests in huge pages ends.
-const HUGE: &str = ", huge pages";
-
+/// Speed and cost, from what a trial measures.
 fn derive(metrics: &mut BTreeMap<String, f64>) {
     let get = |name: &str| metrics.get(name).copied().unwrap_or(f64::NAN);
     let (bytes, total_s) = (get("bytes_on_wire"), get("total_ms") / 1e3);
@@ -96,8 +99,8 @@ fn cases(pages: Pages, quick: bool) -> Result<Vec<Case>> {
             settle: Duration::from_secs(2),
             limit: trial::LIMIT,
         };
-        // A short run has only the newest QEMU, which is the fastest, and the pages that are fastest.
-        if quick && (pages == Pages::Small || qemu.label == "7.2" && super::qemus()?.len() > 1) {
+        // A short run has only the newest QEMU, which is the fastest.
+        if quick && qemu.label == "7.2" && super::qemus()?.len() > 1 {
             continue;
         }
         for streams in [1, 2, 4] {
@@ -116,9 +119,9 @@ fn cases(pages: Pages, quick: bool) -> Result<Vec<Case>> {
 fn targets(runs: &[Run]) -> Vec<Target> {
     let mut targets = Vec::new();
     for streams in ["sterna, 1 stream", "sterna, 2 streams"] {
-        for (pages, words) in [(Pages::Huge, HUGE), (Pages::Small, "")] {
+        for pages in Pages::ALL {
             let ratio = |metric: &str, best: fn(f64, f64) -> f64| judged(runs, (streams, pages), metric, best);
-            let of = |what: &str| format!("{streams}{words}: {what} ÷ best QEMU row");
+            let of = |what: &str| format!("{streams}{}: {what} ÷ best QEMU row", pages.words());
             targets.push(Target::at_least(of("GB/s"), 1.3, ratio(SPEED, f64::max)));
             targets.push(Target::at_most(of("CPU s per GiB"), 1.0, ratio(COST, f64::min)));
         }

@@ -37,7 +37,7 @@ pub(super) enum Step {
 #[derive(Debug)]
 pub(crate) struct Shelf {
     pub(super) files: Files,
-    pub(super) digester: Digester,
+    digester: Digester,
     /// `None` where it was given back.
     holdings: Mutex<Option<Holdings>>,
     /// What is lent, as of the last request: nobody who asks waits for a request's pages.
