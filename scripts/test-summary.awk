@@ -1,6 +1,7 @@
 # Reads what `cargo test … -- --show-output` printed; prints each skip with its reason, each failure with its first
 # words, and the closing line.
 # A test that cannot run here prints `skipped: REASON` and returns: cargo counts it as passed, this does not.
+# A test that was still running when its program was ended has no result.
 # status: cargo's exit status.
 
 /^---- .* stdout ----$/ { test = $2 }
@@ -25,6 +26,16 @@ failing && /^thread .* panicked at / && !(test in broken) {
 awaited {
     failure[++failures] = test " failed at " place " " $0
     awaited = 0
+}
+
+/^test .* has been running for over / { running[$2] }
+
+/^test .* \.\.\. / { delete running[$2] }
+
+/^timeout: sending signal / {
+    for (name in running) failure[++failures] = name " did not end"
+    split("", running)
+    failed++
 }
 
 /^test result: / {

@@ -4,6 +4,10 @@
 # nothing.
 LANES=$(($(nproc) > 1 ? 3 : 1))
 
+# How long one of them may take: one that waits for ever is to be named, and the others are to run. Long ones may.
+LIMIT=20m
+[[ ${STERNA_LONG-} != 1 ]] || LIMIT=0
+
 # Every test of the workspace, then what was skipped and one closing line. With arguments: those that `cargo test` takes.
 run_tests() {
     local log=$LOG/test.log status=0 tests=every_test
@@ -36,7 +40,7 @@ chosen_tests() {
 every_test() {
     local status=0 programs
     programs=$(test_programs) || return
-    export LOG
+    export LOG LIMIT
     rm -rf "$LOG/tests"
     mkdir -p "$LOG/tests"
     export -f test_program in_lane
@@ -71,7 +75,7 @@ test_program() {
     local directory source program
     IFS=$'\t' read -r directory source program <<<"$1"
     printf '     Running %s (%s)\n' "${source#"$directory/"}" "$program"
-    (cd "$directory" && "$program" --show-output)
+    (cd "$directory" && timeout --foreground --verbose --kill-after=10 "$LIMIT" "$program" --show-output)
 }
 
 # The same beside others: what it says comes as a whole when it has ended.
