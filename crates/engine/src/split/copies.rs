@@ -134,7 +134,7 @@ impl Split {
         *lock(&self.rests[member.index()]) != Rests::Nowhere
     }
 
-    /// Has it forget them. A chunk that is busy has its turn the next time.
+    /// Has it forget them, as far as it can be done now.
     ///
     /// # Errors
     /// [`SplitError`]; it is to be gone through once more.
@@ -146,8 +146,8 @@ impl Split {
             Rests::Anywhere => self.forget_all_rests(lines, member),
         };
         let (left, gone) = match gone {
-            Ok(busy) if busy.is_empty() => (Rests::Nowhere, Ok(())),
-            Ok(busy) => (Rests::In(busy), Ok(())),
+            Ok(later) if later.is_empty() => (Rests::Nowhere, Ok(())),
+            Ok(later) => (Rests::In(later), Ok(())),
             Err(error) => (noted, Err(error)),
         };
         lock(&self.rests[member.index()]).join(left);
@@ -160,28 +160,32 @@ impl Split {
         self.forget_rests(lines, member, &chunks)
     }
 
-    /// Returns the chunks that are busy.
+    /// Returns the chunks that have their turn another time: they are busy, or there is parity and one of the two hosts
+    /// does not answer, or knows otherwise.
     fn forget_rests(
         &self,
         lines: &mut Lines<'_>,
         member: Member,
         chunks: &[ChunkIndex],
     ) -> Result<Vec<ChunkIndex>, SplitError> {
-        let mut busy = Vec::new();
+        let mut later = Vec::new();
         for chunk in chunks.iter().copied() {
             let Some(mut state) = self.free_chunk(chunk.index()) else {
-                busy.push(chunk);
+                later.push(chunk);
                 continue;
             };
-            // Those are asked about in a new epoch.
-            if state.members[member.which].unsure && self.concerns(chunk, member) {
-                continue;
-            }
             if self.lenders.parity().is_some() {
                 match self.retire_rests(lines, chunk, &mut state) {
                     Err(SplitError::Here(error)) => return Err(error.into()),
-                    Err(_) | Ok(()) => continue,
+                    // Whoever touches those pages finds out.
+                    Ok(true) | Err(SplitError::Lost { .. }) => {}
+                    Ok(false) | Err(_) => later.push(chunk),
                 }
+                continue;
+            }
+            // Those are asked about in a new epoch.
+            if state.members[member.which].unsure && self.concerns(chunk, member) {
+                continue;
             }
             // As it is now: it may have come or left since.
             let has = lines.ask(member, |host| host.held(chunk)).map_err(|error| self.failed(member, error))?;
@@ -191,18 +195,22 @@ impl Split {
                 Err(other) => return Err(other),
             }
         }
-        Ok(busy)
+        Ok(later)
     }
 
-    /// Has the memory host and the parity of a chunk forget what is not away of it.
-    fn retire_rests(&self, lines: &mut Lines<'_>, chunk: ChunkIndex, state: &mut Chunk) -> Result<(), SplitError> {
-        let number = self.host_by_parity(chunk).unwrap_or_default();
-        for member in self.members(chunk, number) {
+    /// Has the memory host and the parity of a chunk forget what is not away of it. Returns whether they have.
+    fn retire_rests(&self, lines: &mut Lines<'_>, chunk: ChunkIndex, state: &mut Chunk) -> Result<bool, SplitError> {
+        let members = self.members(chunk, self.host_by_parity(chunk).unwrap_or_default());
+        // Pages would wait to leave behind whoever asks.
+        if members.iter().any(|member| self.lenders.is_silent(*member)) {
+            return Ok(false);
+        }
+        for member in members {
             self.make_sure(lines, member, chunk, state)?;
         }
-        let copied = |which: usize, state: &Chunk| state.members[which].at.copied();
-        let rests = copied(0, state).or(&copied(1, state));
-        self.retire(lines, (chunk, &rests), state)
+        let copied = |state: &Chunk| state.members[0].at.copied().or(&state.members[1].at.copied());
+        self.retire(lines, (chunk, &copied(state)), state)?;
+        Ok(copied(state).is_empty())
     }
 
     /// The memory host that has copies of a chunk, where nothing else is done with the chunk.

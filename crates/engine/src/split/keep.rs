@@ -16,7 +16,7 @@ use crate::paging::whereabouts::Holder;
 
 /// How often the guest's memory is looked at.
 const LOOK: Duration = Duration::from_millis(5);
-/// How often it is looked what the guest has given back that is away.
+/// How often it is looked what the guest has given back that is away, and what memory hosts have that counts no more.
 const FORGET: Duration = Duration::from_millis(250);
 
 impl Split {
@@ -97,12 +97,12 @@ impl Split {
                 self.rest(LOOK);
                 continue;
             }
+            turns.among((0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number)).collect());
             if forgotten.elapsed() >= FORGET {
                 self.tell_what_was_given_back(&mut way.lines)?;
+                self.go_through_rests(way, &mut turns)?;
                 forgotten = Instant::now();
             }
-            turns.among((0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number)).collect());
-            self.go_through_rests(way, &mut turns)?;
             let here = self.here_bytes()?;
             let on_the_way = lock(&self.on_the_way);
             // Looked at each time: a person may give it more room, or less.

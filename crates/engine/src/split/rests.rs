@@ -8,7 +8,7 @@ pub(super) enum Rests {
     /// Nowhere.
     #[default]
     Nowhere,
-    /// In these chunks, which were busy when the others were gone through.
+    /// In these chunks, with which nothing could be done when the others were gone through.
     In(Vec<ChunkIndex>),
     /// Anywhere.
     Anywhere,

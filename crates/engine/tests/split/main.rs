@@ -31,6 +31,8 @@ mod real;
 mod copies;
 /// Devices that write past the page tables.
 mod device;
+/// A guest in this process, and what outlives its daemon.
+mod guest;
 /// A host that lends.
 mod lending;
 
@@ -63,11 +65,13 @@ mod unused;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use checking::{Checking, content, expected, word};
+use guest::{Counter, Guest};
 use lending::LendingHost;
 use pair::guest::GuestRam;
 use pair::inside::InsideSelf;
@@ -83,133 +87,10 @@ use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
 use sterna_protocol::store::{Claim, most_bytes};
 use sterna_sys::map::{Access, SharedMapping};
 
+const PATIENCE: Duration = Duration::from_secs(300);
 const CHUNKS: u32 = 8;
 const PAGES: u64 = CHUNKS as u64 * CHUNK_PAGES as u64;
 const GUEST: (u128, u128) = (7, 0x5eed);
-
-/// Epochs that outlive a daemon of the test.
-#[derive(Clone, Default)]
-struct Counter(Arc<AtomicU64>);
-
-impl Epochs for Counter {
-    fn raise(&self) -> std::io::Result<u64> {
-        Ok(self.0.fetch_add(1, Ordering::AcqRel) + 1)
-    }
-}
-
-/// A guest whose RAM is a mapping of this process, and what outlives its daemon.
-struct Guest {
-    ram: GuestRam,
-    inside: Arc<std::sync::Mutex<Vec<Arc<SharedMapping>>>>,
-    kept: Arc<std::sync::Mutex<Option<std::os::fd::OwnedFd>>>,
-    under_way: Arc<std::sync::Mutex<UnderWay>>,
-    /// What it gives back, as the agent logs it.
-    discards: Arc<std::sync::Mutex<Vec<Discard>>>,
-    record: File,
-    epochs: Counter,
-}
-
-impl Guest {
-    /// Every page has a content of its own, but the last quarter of each chunk: of that every second page is zeros, and
-    /// the others were never touched.
-    fn new() -> Self {
-        let guest = Self::untouched();
-        for page in 0..PAGES {
-            match page % 256 {
-                0..192 => guest.ram.mapping.copy_in(page * 4096, &content(page).to_le_bytes().repeat(512)).unwrap(),
-                other if other % 2 == 0 => guest.ram.mapping.copy_in(page * 4096, &[0; 4096]).unwrap(),
-                _ => {}
-            }
-        }
-        guest
-    }
-
-    /// No page was touched yet.
-    fn untouched() -> Self {
-        let ram = GuestRam::new(u64::from(CHUNKS) * CHUNK_BYTES as u64);
-        Self {
-            inside: Arc::new(std::sync::Mutex::new(vec![Arc::clone(&ram.mapping)])),
-            kept: Arc::default(),
-            discards: Arc::default(),
-            under_way: Arc::new(std::sync::Mutex::new(UnderWay::Untold)),
-            record: tempfile::tempfile_in("/dev/shm").unwrap(),
-            epochs: Counter::default(),
-            ram,
-        }
-    }
-
-    fn blocks(&self) -> Vec<BlockFile> {
-        vec![BlockFile {
-            spec: block(self.ram.bytes),
-            file: self.ram.file.try_clone().unwrap(),
-            address: self.ram.mapping.addresses().start,
-            process: None,
-        }]
-    }
-
-    fn means(&self) -> PagingMeans {
-        let under_way = Arc::clone(&self.under_way);
-        let inside = InsideSelf {
-            mappings: Arc::clone(&self.inside),
-            kept: Arc::clone(&self.kept),
-            discards: Arc::clone(&self.discards),
-            under_way: Some(Box::new(move || under_way.lock().unwrap().clone())),
-            ..InsideSelf::default()
-        };
-        PagingMeans { inside: Box::new(inside), missing: self.record.try_clone().unwrap() }
-    }
-
-    fn ram(&self) -> Arc<dyn Memory> {
-        kind::open(&self.blocks(), Access::ReadWrite).unwrap()
-    }
-
-    fn split(&self, hosts: &[&LendingHost]) -> Arc<Split> {
-        self.split_over(hosts.iter().map(|host| host.lender()).collect())
-    }
-
-    fn split_over(&self, lenders: Vec<Lender>) -> Arc<Split> {
-        let claim = Claim { guest: GUEST.0, key: GUEST.1, epoch: self.epochs.raise().unwrap() };
-        lenders.iter().flat_map(Lender::members).for_each(|lender| borrow(&lender, claim, CHUNKS).unwrap());
-        let pager = Pager::open(self.ram(), self.means(), None).unwrap();
-        Split::begin(pager, lenders, GUEST, Box::new(self.epochs.clone())).unwrap()
-    }
-
-    /// Another daemon goes on.
-    fn recover(&self, hosts: &[&LendingHost]) -> Result<Arc<Split>, SplitError> {
-        self.recover_over(hosts.iter().map(|host| host.lender()).collect())
-    }
-
-    fn recover_over(&self, lenders: Vec<Lender>) -> Result<Arc<Split>, SplitError> {
-        let pager = Pager::recover(self.ram(), self.means()).unwrap();
-        let recovered = Split::recover(Arc::clone(&pager), lenders, GUEST, Box::new(self.epochs.clone()));
-        recovered.inspect_err(|_| pager.die())
-    }
-
-    /// Reads the first word of a page, as the guest does: it waits where it has to.
-    fn word(&self, page: u64) -> u64 {
-        word(&self.ram.mapping, page)
-    }
-
-    fn reads(&self, page: u64) -> JoinHandle<u64> {
-        let mapping = Arc::clone(&self.ram.mapping);
-        std::thread::spawn(move || word(&mapping, page))
-    }
-
-    /// The pages for which this host has memory.
-    fn pages_here(&self, split: &Split) -> u64 {
-        split.pager().ram().allocated().unwrap().len()
-    }
-
-    fn writes(&self, page: u64) {
-        self.ram.mapping.copy_in(page * 4096, &content(page).to_le_bytes().repeat(2)).unwrap();
-    }
-
-    fn is_as_it_was(&self) {
-        for page in 0..PAGES {
-            assert_eq!(self.word(page), expected(page), "page {page}");
-        }
-    }
-}
 
 fn send_all(split: &Split, host: usize) {
     let mut way = split.way_out().unwrap();
@@ -223,6 +104,15 @@ fn send_in_turn(split: &Split) {
     let mut way = split.way_out().unwrap();
     for chunk in 0..CHUNKS {
         way.send(ChunkIndex(chunk), (chunk % 2) as usize).unwrap();
+    }
+}
+
+/// Waits until something is so. What no machine is slow enough for is never so.
+fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !so() {
+        assert!(began.elapsed() < PATIENCE, "never: {what}");
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

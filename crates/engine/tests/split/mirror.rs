@@ -1,7 +1,5 @@
 //! Two memory hosts that have the same pages: either may go for good.
 
-use std::time::{Duration, Instant};
-
 use sterna_engine::error::MigrateError;
 
 use super::*;

@@ -1,7 +1,5 @@
 //! Memory hosts of which any one may go for good: of two chunks each is at another one, and their parity at a third.
 
-use std::time::Duration;
-
 use sterna_engine::error::MigrateError;
 use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::Parity;
@@ -42,21 +40,21 @@ fn send_each(split: &Split) {
 
 /// Any one memory host may go.
 fn is_whole(split: &Split) {
-    while !split.is_at_both() {
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    until("each page can be had without any one", || split.is_at_both());
 }
 
 fn all_comes(split: &Split) {
-    while split.bring_back().is_err() {}
+    until("all has come", || split.bring_back().is_ok());
+}
+
+fn kept(hosts: &[LendingHost]) -> u64 {
+    hosts.iter().map(LendingHost::pages).sum()
 }
 
 /// What is known as copies goes, in the end.
 fn keeps_nothing(split: &Arc<Split>, hosts: &[LendingHost]) {
     split.keep_to(Room::of(u64::MAX)).unwrap();
-    while hosts.iter().map(|host| host.pages()).sum::<u64>() > 0 {
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    until("no memory host has anything", || kept(hosts) == 0);
 }
 
 #[test]
@@ -69,8 +67,7 @@ fn pages_with_parity_take_half_as_much_again_and_come_back_from_where_they_are()
     send_all(&split, 0);
     let full = PAGES / 4 * 3;
     assert_eq!((split.pager().missing(), split.account().out_pages), (full, full));
-    let kept: u64 = hosts.iter().map(LendingHost::pages).sum();
-    assert_eq!(kept, full + full / 2 + 2 * u64::from(CHUNKS), "with a note of each chunk at two hosts");
+    assert_eq!(kept(&hosts), full + full / 2 + 2 * u64::from(CHUNKS), "with a note of each chunk at two hosts");
     let carried = || hosts.iter().map(|host| host.relay.carried()).sum::<u64>();
     let before = carried();
     split.bring_back().unwrap();
@@ -114,6 +111,28 @@ fn another_daemon_goes_on_and_what_it_does_not_know_is_kept_no_longer() {
         checking.end();
         dies(split);
         let split = guest.recover_over(with_parity(hosts)).unwrap();
+        keeps_nothing(&split, hosts);
+        split.end();
+    });
+}
+
+/// What it cannot be told because one of the two does not answer it is told later.
+#[test]
+fn what_the_next_daemon_does_not_know_is_given_up_once_all_answer() {
+    for_each(|guest, hosts, gone| {
+        let split = guest.split_over(with_parity(hosts));
+        hosts[gone].relay.cut();
+        until("all but what is for that one has left", || {
+            send_each(&split);
+            split.pager().missing() >= PAGES / 32 * 15
+        });
+        all_comes(&split);
+        dies(split);
+        let split = guest.recover_over(with_parity(hosts)).unwrap();
+        let before = kept(hosts);
+        split.keep_to(Room::of(u64::MAX)).unwrap();
+        until("what the others alone have has gone", || kept(hosts) < before);
+        hosts[gone].relay.restore();
         keeps_nothing(&split, hosts);
         split.end();
     });
@@ -273,9 +292,10 @@ fn what_leaves_without_the_parity_is_on_record_as_without_it_and_so_is_the_rest_
     hosts[0].relay.cut();
     guest.writes(0);
     let full = PAGES / 4 * 3;
-    while split.pager().missing() < full {
+    until("it has left", || {
         let _ = split.way_out().unwrap().send(ChunkIndex(0), 0);
-    }
+        split.pager().missing() == full
+    });
     assert_eq!(alone(), [Some(0), Some(0), None]);
     split.end();
 }
