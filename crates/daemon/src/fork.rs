@@ -344,11 +344,15 @@ pub fn mark(latest: &File) {
     }
 }
 
-/// A machine that is forked has a family.
+/// A machine that is forked has a family, and it and its clones may go on sharing what they share: one that is in no
+/// trust group founds one with its family, of the same name.
 fn with_family(record: VmRecord) -> VmRecord {
-    let founded = || format!("{}-{:08x}", record.name, random_u128() as u32);
-    let family = Some(record.family.clone().unwrap_or_else(founded));
-    VmRecord { family, ..record }
+    if record.family.is_some() {
+        return record;
+    }
+    let family = format!("{}-{:08x}", record.name, random_u128() as u32);
+    let trust_group = record.trust_group.or_else(|| Some(family.clone()));
+    VmRecord { family: Some(family), trust_group, ..record }
 }
 
 fn check_request(request: &ForkRequest) -> Result<(), Problem> {

@@ -197,7 +197,7 @@ fn a_clone_that_is_put_into_a_bridge_is_heard_in_the_place_of_its_source() {
     site.is_heard_of();
 }
 
-/// A clone is in its source's trust group, and a source without one has clones without.
+/// A clone is in its source's trust group; a source without one founds one that nobody else is in.
 #[test]
 fn a_clone_is_in_its_source_s_trust_group_and_in_no_other() {
     with_origin("shared", |site| {
@@ -211,7 +211,9 @@ fn a_clone_is_in_its_source_s_trust_group_and_in_no_other() {
         for name in ["grouped", "its", "its-own"] {
             assert_eq!(group(name).as_deref(), Some("blue"), "{name}");
         }
-        assert_eq!([group("origin"), group("free")], [None, None]);
+        let family = Member::new(site, "origin").shown("a").family;
+        assert!(family.is_some());
+        assert_eq!([group("origin"), group("free")], [family.clone(), family]);
         // Nobody can ask for another one.
         fork(site, "grouped", &["x", "--trust-group", "red"]).expect(2, &["--trust-group"]);
     });
