@@ -15,6 +15,21 @@ pub const CANCELLED: u8 = 3;
 pub const LOST: u8 = 4;
 /// The daemon cannot be reached.
 pub const UNREACHABLE: u8 = 5;
+/// Nobody reads what is printed, as shells say it of a program that SIGPIPE has ended.
+const UNREAD: i32 = 141;
+
+/// Ends quietly once nobody reads what is printed, as in `sterna watch | head`; the standard library says so by a
+/// panic. The signal would also end a command whose daemon goes away, without a word.
+pub fn end_with_the_reader() {
+    let other = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let words = panic.payload().downcast_ref::<String>().map_or("", String::as_str);
+        if words.starts_with("failed printing to stdout") && words.contains("Broken pipe") {
+            std::process::exit(UNREAD);
+        }
+        other(panic);
+    }));
+}
 
 /// Why a command did not succeed, and the exit code that says so.
 #[derive(Debug)]

@@ -49,6 +49,7 @@ use client::Client;
 use failure::Failure;
 
 fn main() -> ExitCode {
+    failure::end_with_the_reader();
     let arguments = Arguments::parse();
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,

@@ -55,6 +55,19 @@ fn machines_are_run_listed_shown_and_stopped() {
 }
 
 #[test]
+fn a_command_whose_output_nobody_reads_any_more_ends_and_says_nothing() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sterna"));
+    let ended = command.args(["--api", &host.api(), "ps"]).stdout(writer).output().expect("the command line starts");
+    assert_eq!((ended.status.code(), text(&ended.stderr)), (Some(141), String::new()));
+}
+
+#[test]
 fn an_estimate_is_a_table_or_json_and_the_machine_runs_on() {
     if cannot_run() {
         return;
