@@ -28,6 +28,8 @@ awaited {
     awaited = 0
 }
 
+/^ +Running / { split("", running) }
+
 /^test .* has been running for over / { running[$2] }
 
 /^test .* \.\.\. / { delete running[$2] }

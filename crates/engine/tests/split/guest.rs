@@ -40,7 +40,7 @@ pub struct Guest {
     pub record: File,
     pub epochs: Counter,
     /// The number of its last daemon.
-    pub daemon: Arc<Mutex<u64>>,
+    daemon: Arc<Mutex<u64>>,
 }
 
 impl Guest {

@@ -68,7 +68,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use checking::{Checking, content, expected, word};
 use guest::{Counter, Guest};
@@ -87,7 +87,6 @@ use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
 use sterna_protocol::store::{Claim, most_bytes};
 use sterna_sys::map::{Access, SharedMapping};
 
-const PATIENCE: Duration = Duration::from_secs(300);
 const CHUNKS: u32 = 8;
 const PAGES: u64 = CHUNKS as u64 * CHUNK_PAGES as u64;
 const GUEST: (u128, u128) = (7, 0x5eed);
@@ -107,13 +106,9 @@ fn send_in_turn(split: &Split) {
     }
 }
 
-/// Waits until something is so. What no machine is slow enough for is never so.
+/// Waits until something is so.
 fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !so() {
-        assert!(began.elapsed() < PATIENCE, "never: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    fixture::eventually(what, || so().then_some(()));
 }
 
 /// As when the daemon is killed that has it.

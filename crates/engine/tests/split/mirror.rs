@@ -1,5 +1,7 @@
 //! Two memory hosts that have the same pages: either may go for good.
 
+use std::time::Instant;
+
 use sterna_engine::error::MigrateError;
 
 use super::*;
