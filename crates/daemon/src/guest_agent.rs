@@ -189,6 +189,8 @@ mod tests {
         });
         assert!(other.unwrap_err().to_string().contains("not asked"));
         let endless = with(|mut stream| {
+            // One that had gone before it was asked would be told nothing at all.
+            let _ = question(&mut BufReader::new(stream.try_clone().expect("a descriptor")));
             let _ = stream.write_all(&[b'x'; 2 * MOST]);
         });
         assert!(endless.unwrap_err().to_string().contains("no end"));
