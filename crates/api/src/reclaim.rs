@@ -44,6 +44,10 @@ pub struct Reclaimed {
     pub free_pages: u64,
     /// Of them, those for which the host had given memory: these could be taken.
     pub candidate_pages: u64,
+    /// Candidates that were left to the guest: they are few in huge pages that it uses otherwise, and each of these
+    /// would be split.
+    #[serde(default)]
+    pub left_huge_pages: u64,
     /// Pages whose memory was given back to the host; with a balloon by what the host then had back.
     pub reclaimed_pages: u64,
     /// These pages in bytes.

@@ -43,6 +43,10 @@ fn show(done: &Reclaimed) -> String {
         "free".into(),
         format!("{} in the guest, {} of it with memory", pages(done.free_pages), pages(done.candidate_pages)),
     ]);
+    if done.left_huge_pages > 0 {
+        let left = pages(done.left_huge_pages);
+        table.add_row(["left".into(), format!("{left} in huge pages that the guest uses otherwise")]);
+    }
     if done.elsewhere_pages > 0 {
         table.add_row([
             "elsewhere".into(),

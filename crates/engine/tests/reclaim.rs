@@ -1,6 +1,8 @@
 //! Free memory given back to the host, on real mappings with a real fence: the guest is a kernel made for it, with
 //! nothing but a memory map, and what a test does to both.
 
+#[path = "support/mounted.rs"]
+mod mounted;
 #[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
@@ -16,6 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use mounted::Mount;
+use pair::guest::GuestRam;
 use pair::inside::InsideSelf;
 use pair::tracking_works;
 use sterna_api::Reclaimed;
@@ -31,9 +35,10 @@ use sterna_introspect::Unfit;
 use sterna_introspect::toy::NOTE;
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_sys::file::HugePolicy;
 use sterna_sys::map::Access;
 use taking::{Churn, Vmm, differing, faults_of, take_beside, take_but_for};
-use toy::{ToyGuest, USED};
+use toy::{PAGES, ToyGuest, USED};
 
 fn take_with(mut vmm: Vmm, careless: bool, monitor: &Monitor) -> (Reclaimed, Result<(), ReclaimError>) {
     let (faults, kept) = faults_of(&vmm.guest);
@@ -78,6 +83,36 @@ fn what_the_guest_holds_free_is_given_back_and_nothing_else() {
     assert_eq!(again.reclaimed_pages, 2052, "what was written again although it is free is taken again: {again:?}");
     assert_eq!(differing(&guest, 0x2000..0x2400, 8), Vec::<u64>::new());
     assert_eq!(take(&guest).candidate_pages, 0);
+}
+
+/// A hole in a huge page that the guest uses splits it.
+#[test]
+fn huge_pages_are_taken_whole_or_in_large_parts_and_left_where_little_of_them_is_free() {
+    if !tracking_works() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let Some(_mount) = Mount::new(directory.path(), None, HugePolicy::Advise) else { return };
+    let guest = ToyGuest::on(GuestRam::huge(PAGES * 4096, directory.path()));
+    let huge = guest.ram.mapped_huge();
+    if huge < (USED.end - USED.start) * 4096 {
+        println!("skipped: {huge} bytes are in huge pages: this host has no more");
+        return;
+    }
+    guest.free(0x2000..0x2400);
+    guest.change(|toy| {
+        toy.free(0x2420, 5);
+        toy.free(0x2a00, 6);
+    });
+    let account = take(&guest);
+    assert_eq!((account.candidate_pages, account.reclaimed_pages), (1024 + 32 + 64, 1024 + 64), "{account:?}");
+    assert_eq!(account.left_huge_pages, 32, "{account:?}");
+    assert_eq!(differing(&guest, 0x2400..0x2a00, 7), Vec::<u64>::new(), "also what is free and was left");
+    assert_eq!(allocated(&guest, 0x2000..0x2400), Vec::<u64>::new());
+    assert_eq!(huge - guest.ram.mapped_huge(), 3 << 21, "two that are gone, and one with a hole");
+    // What is left with small pages is taken to the last.
+    guest.change(|toy| toy.free(0x2a50, 2));
+    assert_eq!(take(&guest).reclaimed_pages, 4);
 }
 
 #[test]

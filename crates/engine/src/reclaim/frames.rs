@@ -25,6 +25,43 @@ pub fn both(one: &[Range<u64>], other: &[Range<u64>]) -> Frames {
     found
 }
 
+/// Runs without those frames that are fewer than `least` in their unit, of `unit` frames each, which make up `units`:
+/// each run of those begins and ends where a unit does.
+pub fn but_few(frames: &[Range<u64>], units: &[Range<u64>], unit: u64, least: u64) -> Frames {
+    let mut few: Frames = Frames::new();
+    for units in units {
+        few.extend((units.start..units.end).step_by(unit as usize).map(|start| start..start + unit));
+    }
+    let mut inside = both(frames, &few).into_iter().peekable();
+    few.retain(|unit| {
+        let mut found = 0;
+        while let Some(run) = inside.next_if(|run| run.start < unit.end) {
+            found += run.end - run.start;
+        }
+        found < least
+    });
+    without(frames, &few)
+}
+
+/// Frames of the first that are not in the second.
+fn without(frames: &[Range<u64>], others: &[Range<u64>]) -> Frames {
+    let (mut left, mut others) = (Frames::new(), others.iter().peekable());
+    for run in frames {
+        let mut start = run.start;
+        while others.next_if(|other| other.end <= start).is_some() {}
+        while let Some(other) = others.peek().filter(|other| other.start < run.end) {
+            left.extend((start < other.start).then_some(start..other.start));
+            start = other.end;
+            if other.end > run.end {
+                break;
+            }
+            others.next();
+        }
+        left.extend((start < run.end).then_some(start..run.end));
+    }
+    left
+}
+
 /// Runs, taken portion by portion.
 #[derive(Debug)]
 pub struct Portions {
@@ -81,6 +118,18 @@ mod tests {
             prop_assert_eq!(set(&shared), &set(&one) & &set(&other));
             prop_assert!(shared.is_sorted_by(|a, b| a.end <= b.start));
             prop_assert_eq!(count(&shared), set(&shared).len() as u64);
+        }
+
+        #[test]
+        fn few_of_a_unit_are_left_out_and_all_others_stay(all in frames(), units in frames(), least in 0..9_u64) {
+            let units = sorted(units.into_iter().map(|run| run.start * 8..run.end * 8).collect());
+            let found = set(&but_few(&all, &units, 8, least));
+            for unit in 0..30 {
+                let of_it: BTreeSet<u64> = set(&all).range(unit * 8..(unit + 1) * 8).copied().collect();
+                let few = set(&units).contains(&(unit * 8)) && (of_it.len() as u64) < least;
+                let stay: BTreeSet<u64> = found.range(unit * 8..(unit + 1) * 8).copied().collect();
+                prop_assert_eq!(stay, if few { BTreeSet::new() } else { of_it });
+            }
         }
 
         #[test]

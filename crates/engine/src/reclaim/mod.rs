@@ -82,10 +82,11 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::reclaim::{Portion, RUN_PAGES, Rate};
 use sterna_protocol::usage::UsageMap;
 use sterna_sys::map::Access;
+use sterna_sys::pagemap::Pagemap;
 
 use self::asker::{Answer, Asker};
 pub use self::error::ReclaimError;
-use self::frames::{Frames, Portions, both, count, sorted};
+use self::frames::{Frames, Portions, both, but_few, count, sorted};
 use crate::error::MigrateError;
 use crate::faults::GuestFaults;
 use crate::faults::fence::{Fence, Patience};
@@ -105,6 +106,10 @@ const ASK: Duration = Duration::from_millis(50);
 /// account of its memory takes one of 64.
 const LOOKED_AT: u64 = (64 << 20) / PAGE_BYTES;
 const LOOKED_AT_SHARE: u64 = 32;
+/// Pages of a huge page, and the fewest that are taken out of one: a hole splits it, and whoever uses the rest of it
+/// is slower from then on.
+const HUGE_FRAMES: u64 = 512;
+const LEAST_OF_HUGE: u64 = HUGE_FRAMES / 8;
 /// How many looks in a row may show nothing because what tells has left.
 const IN_VAIN: u32 = 16;
 
@@ -184,6 +189,9 @@ fn take(
     }
     let candidates = both(&look.free, &small_frames(&here, ram.as_ref(), &memory));
     account.candidate_pages = count(&candidates);
+    let pid = faults.inside().pid();
+    let candidates = but_few(&candidates, &huge_frames(pid, ram.as_ref(), &memory), HUGE_FRAMES, LEAST_OF_HUGE);
+    account.left_huge_pages = account.candidate_pages - count(&candidates);
     if candidates.is_empty() {
         return Ok(());
     }
@@ -414,6 +422,24 @@ fn small_frames(pages: &PageMap, ram: &dyn Memory, memory: &GuestPhysical) -> Fr
         }
     }
     sorted(frames)
+}
+
+/// The frames that the VMM has mapped by huge pages; none where that cannot be told, for they get no other treatment
+/// than what is taken first and what is not.
+fn huge_frames(pid: u32, ram: &dyn Memory, memory: &GuestPhysical) -> Frames {
+    let (mut frames, mut regions) = (Frames::new(), Vec::new());
+    let Ok(pagemap) = Pagemap::open(pid) else { return frames };
+    for (block, span) in ram.spans().into_iter().enumerate() {
+        if pagemap.huge(span.clone(), &mut regions).is_err() {
+            continue;
+        }
+        for region in &regions {
+            let addresses = memory.addresses(block, region.start - span.start..region.end - span.start);
+            frames.extend(addresses.map(|run| run.start / PAGE_BYTES..run.end / PAGE_BYTES));
+        }
+    }
+    let whole = |run: &Range<u64>| [run.start, run.end].iter().all(|frame| frame.is_multiple_of(HUGE_FRAMES));
+    sorted(frames).into_iter().filter(whole).collect()
 }
 
 /// The pages for which the host has given memory.

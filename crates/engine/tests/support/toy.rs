@@ -24,7 +24,12 @@ pub struct ToyGuest {
 impl ToyGuest {
     /// `USED` is full, nothing is free.
     pub fn new() -> Arc<Self> {
-        let guest = Self { ram: GuestRam::new(PAGES * 4096), toy: Mutex::default() };
+        Self::on(GuestRam::new(PAGES * 4096))
+    }
+
+    /// The same, in this RAM of `PAGES`.
+    pub fn on(ram: GuestRam) -> Arc<Self> {
+        let guest = Self { ram, toy: Mutex::default() };
         guest.change(|_| {});
         guest.fill(USED, 7);
         Arc::new(guest)
