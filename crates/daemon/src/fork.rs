@@ -95,10 +95,11 @@ impl Fork<'_> {
         let began = Instant::now();
         check_request(request)?;
         let doing = InPlace::new("it is being forked");
-        let record = with_family(self.care.machines.claim(name, Hold::shared(&doing))?);
+        let found = self.care.machines.claim(name, Hold::shared(&doing))?;
+        let record = with_family(found.clone());
         tracing::debug!(vm = name, "it is to be forked");
         let prepared = self.preparation().prepare(&record, request, &doing);
-        let (source, clones) = prepared.map_err(|problem| self.stays(&record, problem))?;
+        let (source, clones) = prepared.map_err(|problem| self.stays(&found, problem))?;
         let overlays = source.overlays().to_vec();
         let (prepare_ms, running) = (milliseconds(began.elapsed()), source.running);
         // Pages that only the clones will need stay.

@@ -58,16 +58,26 @@ fn set_clock(path: &Path) -> Result<()> {
     let mut channel = Channel { stream: connect(path)?, deadline: Instant::now() + TIMEOUT };
     channel.stream.set_nonblocking(false)?;
     let number = (random_u128() as u64) >> 12;
-    let answer = channel.ask("guest-sync-delimited", &json!({ "id": number }), true)?;
+    let answer = channel.ask("guest-sync-delimited", &json!({ "id": number }), true).map_err(unanswered)?;
     if answer["return"].as_u64() != Some(number) {
         return Err(Error::new(ErrorKind::InvalidData, "it answers what it was not asked"));
     }
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_err(Error::other)?;
-    let answer =
-        channel.ask("guest-set-time", &json!({ "time": u64::try_from(now.as_nanos()).unwrap_or(0) }), false)?;
-    match answer.get("return") {
+    let answer = channel.ask("guest-set-time", &json!({ "time": u64::try_from(now.as_nanos()).unwrap_or(0) }), false);
+    match answer.map_err(unanswered)?.get("return") {
         Some(_) => Ok(()),
         None => Err(Error::other("it refuses to")),
+    }
+}
+
+/// What it means that a socket has nothing to read in time.
+fn unanswered(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => Error::new(
+            ErrorKind::TimedOut,
+            format!("it has not answered within {TIMEOUT:?}, or another program is connected to its socket"),
+        ),
+        _ => error,
     }
 }
 
@@ -182,7 +192,8 @@ mod tests {
             let _ = (&stream).read_to_end(&mut all);
             assert!(!String::from_utf8_lossy(&all).contains("guest-set-time"));
         });
-        assert!(silent.is_err() && began.elapsed() >= TIMEOUT);
+        let silent = silent.unwrap_err().to_string();
+        assert!(silent.contains("not answered within 2s") && began.elapsed() >= TIMEOUT, "{silent}");
         let other = with(|mut stream| {
             let _ = question(&mut BufReader::new(stream.try_clone().expect("a descriptor")));
             let _ = stream.write_all(b"\xff{\"return\": 1}\n");
