@@ -259,7 +259,7 @@ impl Config {
                 .memory_floor
                 .map_or(Ok(64 << 20), |floor| size_or_none(&floor, ConfigError::Floor))?,
             pause_priority: file.pause_priority.unwrap_or(true),
-            huge_pages: file.huge_pages.unwrap_or(false),
+            huge_pages: file.huge_pages.unwrap_or(true),
             lend_memory_bytes: file.lend_memory.map_or(Ok(0), |size| size_or_none(&size, ConfigError::Lend))?,
             spare_memory_hosts: file.spare_memory_hosts,
             spare_after: file.spare_after.as_deref().map_or(Ok(SPARE_AFTER), spare_after)?,
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!((config.max_outgoing, config.max_incoming, config.unshare_reserve), (2, 4, 10));
         assert!(config.pause_priority, "a pause is as short as this host can make it");
         assert!(!merge(&Arguments::default(), "pause_priority = false").unwrap().pause_priority);
-        assert!(!config.huge_pages && merge(&Arguments::default(), "huge_pages = true").unwrap().huge_pages);
+        assert!(config.huge_pages && !merge(&Arguments::default(), "huge_pages = false").unwrap().huge_pages);
         assert_eq!(config.lend_memory_bytes, 0, "memory is lent where that is asked for");
         assert!(!config.offer_pools, "sharing with those that are here is asked for");
         assert!(config.keep_departed.is_zero(), "what was a machine's is kept where that is asked for");

@@ -75,6 +75,7 @@ pub fn run(
         memory_mode: request.memory_mode,
         trust_group: request.trust_group.clone(),
         huge_pages,
+        small_pages: request.huge_pages == Some(false),
         ..VmRecord::new(&request.name, user, started.qemu(binary.path), memory)
     };
     reservation.keep(&record, Hold::Free)?;

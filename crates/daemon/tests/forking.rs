@@ -22,7 +22,8 @@ const ROOM: u64 = 206;
 /// A host with so much room for guests' memory, and these machines without a network: a card that QEMU adds by itself
 /// cannot be told in a clone.
 fn small_host(names: &[&str]) -> Host {
-    let host = Host::on("", |state| {
+    // Small pages: of what a machine touches, no more counts than that.
+    let host = Host::on("huge_pages = false\n", |state| {
         let ram = state.join("ram");
         std::fs::create_dir_all(&ram).expect("a directory");
         let size = format!("size={ROOM}m,mode=755");
@@ -131,6 +132,7 @@ fn clones_for_which_there_is_no_room_are_not_begun_and_fewer_of_them_are() {
         assert_eq!((&problem["guest"], host.names()), (&json!("source"), vec!["m".to_owned()]), "{problem}");
     }
     assert_eq!((host.ram_files(), host.state_of("m").as_str()), (1, "running"), "it was not begun with");
+    assert_eq!(host.get("/v1/vms/m")["family"], Value::Null, "nor has it a family");
     fork(&host, "m", &json!({ "names": ["x"], "hold": 1 }));
     assert_eq!((ready(&host, "m"), host.names().len()), (1, 3));
 }

@@ -122,12 +122,12 @@ fn a_guest_whose_rollback_fails_is_not_said_to_be_back() {
 }
 
 fn without_families(hello: &mut [u8; HELLO_BYTES]) {
-    let own = Features::FAMILIES.0.to_le_bytes();
+    let own = Features::FAMILIES.and(Features::SMALL_PAGES).0.to_le_bytes();
     hello[FEATURES].iter_mut().zip(own).for_each(|(byte, own)| *byte &= !own);
 }
 
 #[test]
-fn what_a_machine_is_related_to_goes_along_where_both_daemons_know_of_families() {
+fn what_a_machine_is_related_to_and_its_pages_go_along_where_both_daemons_know_of_that() {
     if !tracking_works() {
         return;
     }
@@ -137,9 +137,10 @@ fn what_a_machine_is_related_to_goes_along_where_both_daemons_know_of_families()
         let (host, peer) = Destination::serve();
         let peer = if old { as_older(peer, without_families) } else { peer };
         let mut going = outgoing(&ram, SourceVmm::new(None), InsideSelf::default());
-        going.spec.kin = Some(kin.clone());
+        (going.spec.kin, going.spec.small_pages) = (Some(kin.clone()), true);
         let outcome = migrate(going, &peer, &MigrateOptions::default(), &Source::default(), &Monitor::new("guest"));
         assert_eq!((outcome.fate, outcome.report.status), (Fate::There, Status::Completed), "{:?}", outcome.report);
         assert_eq!(*host.kin.lock().unwrap(), (!old).then(|| kin.clone()), "old: {old}");
+        assert_eq!(host.small_pages.load(Ordering::Acquire), !old, "old: {old}");
     }
 }

@@ -172,6 +172,9 @@ pub enum Request {
         /// How many pages were named.
         pages: u64,
     },
+    /// Before `Propose`, where both sides know [`Features::SMALL_PAGES`](crate::hello::Features::SMALL_PAGES): says
+    /// that the machine to be proposed is to be in small pages.
+    SmallPages,
 }
 
 impl Request {
@@ -207,6 +210,7 @@ impl Request {
             Self::Split(_) => "split",
             Self::Away { .. } => "away",
             Self::AwayEnd { .. } => "away-end",
+            Self::SmallPages => "small-pages",
         }
     }
 }

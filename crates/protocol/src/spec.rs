@@ -58,6 +58,10 @@ pub struct VmSpec {
     /// ([`Request::Split`](crate::message::Request::Split)).
     #[serde(skip)]
     pub split: Option<SplitSpec>,
+    /// Its user wants it in small pages, on whatever host it is. It travels by itself, too
+    /// ([`Request::SmallPages`](crate::message::Request::SmallPages)).
+    #[serde(skip)]
+    pub small_pages: bool,
 }
 
 /// The memory hosts of a machine, and who its owner is to them: with this its next owner goes on.

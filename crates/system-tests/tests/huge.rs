@@ -9,15 +9,6 @@ use sterna_system_tests::{Plan, Site, cli, needs, skip_without, turn};
 
 const MIB: u64 = 1 << 20;
 
-/// Two hosts whose guests may be in huge pages.
-fn in_huge_pages(plan: &Plan) -> Site {
-    let mut site = Site::without_guest(plan);
-    for host in ["a", "b"] {
-        site.configure(host, "huge_pages = true");
-    }
-    site
-}
-
 fn shown(site: &Site) -> Vm {
     let answer = cli::ask(site.here(), &["show", &site.guest.name, "--json"]);
     serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
@@ -50,7 +41,7 @@ fn a_guest_is_in_huge_pages_at_rest_and_again_after_a_cancel_an_estimate_and_a_m
     }
     let jobs = "checker:--mib,24,--rate,8;dirtier:--mib,48,--rate,24".into();
     let plan = Plan { jobs, run: Vec::new(), ..Plan::small() };
-    let mut site = in_huge_pages(&plan);
+    let mut site = Site::without_guest(&plan);
     site.run(&plan);
     let at_rest = wait_until_huge(&site, 95);
     assert!(at_rest > 64 * MIB, "the guest has all of its memory in huge pages: {at_rest}");
@@ -72,17 +63,20 @@ fn a_guest_is_in_huge_pages_at_rest_and_again_after_a_cancel_an_estimate_and_a_m
 }
 
 #[test]
-fn a_guest_that_is_to_have_small_pages_has_no_others() {
+fn a_guest_that_is_to_have_small_pages_has_no_others_wherever_it_goes() {
     let _turn = turn();
     if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { run: vec!["--huge-pages".into(), "off".into()], ..Plan::small() };
-    let site = in_huge_pages(&plan);
+    let mut site = Site::without_guest(&plan);
     site.run(&plan);
     // Longer than it takes until a machine at rest is looked at.
     std::thread::sleep(std::time::Duration::from_secs(3));
     assert_eq!(shown(&site).huge_bytes, 0);
+    site.migrate(&[]);
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert_eq!(shown(&site).huge_bytes, 0, "nor where it has gone");
 }
 
 /// Another QEMU on the same file finds it as huge as it was. A fork makes private memory of it, which is in small pages
@@ -94,7 +88,7 @@ fn a_guest_in_huge_pages_gets_another_qemu_and_its_clones_begin_with_what_it_has
         return;
     }
     let plan = Plan { jobs: "checker:--mib,24,--rate,8;dirtier:--mib,48,--rate,24".into(), ..Plan::small() };
-    let site = in_huge_pages(&plan);
+    let site = Site::without_guest(&plan);
     let origin = Member::new(&site, "origin");
     origin.run(&plan, &[], &[]);
     let is_huge = |name: &str| {

@@ -85,6 +85,9 @@ pub struct VmRecord {
     /// Whether its shared memory may be in huge pages; records of earlier daemons do not say.
     #[serde(default = "yes")]
     pub huge_pages: bool,
+    /// Its user wants it in small pages, on whatever host it is.
+    #[serde(default)]
+    pub small_pages: bool,
     /// Where it is in its life here.
     pub lifecycle: Lifecycle,
     /// Whether the guest is to run once it belongs here; of interest while it comes.
@@ -222,6 +225,7 @@ impl VmRecord {
             balloon: BalloonSetting::default(),
             kept_before: None,
             huge_pages: true,
+            small_pages: false,
             lifecycle: Lifecycle::Here,
             running: true,
             begins: false,
@@ -427,6 +431,7 @@ impl VmRecord {
             from: host::name(),
             kin: self.kin(),
             split: None,
+            small_pages: self.small_pages,
         }
     }
 

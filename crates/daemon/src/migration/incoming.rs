@@ -317,7 +317,7 @@ impl Destination {
             })
             .collect();
         let managed = spec.managed_ram.then(|| (spec.memory_bytes, blocks[0].path.as_path()));
-        let huge_pages = self.launcher.huge_pages;
+        let huge_pages = self.launcher.huge_pages && !spec.small_pages;
         let huge = huge_pages && !spec.private && transparent_bytes().is_some();
         let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed, huge };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
@@ -338,6 +338,7 @@ impl Destination {
             came_with: gang,
             balloon: spec.balloon,
             huge_pages,
+            small_pages: spec.small_pages,
             lifecycle: Lifecycle::Incoming(id),
             running: spec.running,
             ..VmRecord::new(&spec.name, spec.arguments.clone(), started.qemu(binary.path), memory)

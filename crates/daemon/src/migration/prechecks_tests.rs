@@ -26,6 +26,7 @@ pub(in crate::migration) fn spec() -> Option<VmSpec> {
         from: "a".into(),
         kin: None,
         split: None,
+        small_pages: false,
     })
 }
 

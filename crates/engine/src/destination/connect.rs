@@ -85,12 +85,8 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
     }
     let mut clone = None;
     if let Request::Clone { connected } = request {
-        if !session.agreed.features.contains(Features::CLONES) {
-            return Err(MigrateError::Request("a clone, which was not agreed on"));
-        }
         clone = Some(Clone { connected });
-        session.control.answer(&request, &Reply::Noted)?;
-        request = session.control.next_request()?;
+        request = session.noted(&request, Features::CLONES, "a clone, which was not agreed on")?;
     }
     let mut joining = None;
     if let Request::Join { gang, member } = &request {
@@ -118,21 +114,17 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
     }
     let mut kin = None;
     if let Request::Kin(theirs) = &request {
-        if !session.agreed.features.contains(Features::FAMILIES) {
-            return Err(MigrateError::Request("a family, which this session does not know"));
-        }
         kin = Some(theirs.clone());
-        session.control.answer(&request, &Reply::Noted)?;
-        request = session.control.next_request()?;
+        request = session.noted(&request, Features::FAMILIES, "a family, which this session does not know")?;
     }
     let mut split = None;
     if let Request::Split(theirs) = &request {
-        if !session.agreed.features.contains(Features::SPLIT) {
-            return Err(MigrateError::Request("a machine that is split, which this session does not know"));
-        }
         split = Some((**theirs).clone());
-        session.control.answer(&request, &Reply::Noted)?;
-        request = session.control.next_request()?;
+        request = session.noted(&request, Features::SPLIT, "a split machine, which this session does not know")?;
+    }
+    let small_pages = matches!(request, Request::SmallPages);
+    if small_pages {
+        request = session.noted(&request, Features::SMALL_PAGES, "small pages, which this session does not know")?;
     }
     match &request {
         Request::Propose { id, spec, streams, postcopy, verify }
@@ -140,7 +132,7 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         {
             // A page that follows would be at a third place.
             let postcopy = *postcopy && split.is_none() && session.agreed.features.contains(Features::POSTCOPY);
-            let (spec, streams, verify) = (VmSpec { kin, split, ..(**spec).clone() }, *streams, *verify);
+            let (spec, streams, verify) = (VmSpec { kin, split, small_pages, ..(**spec).clone() }, *streams, *verify);
             Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining, tickets, clone }))
         }
         Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {
@@ -158,6 +150,15 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
 }
 
 impl Session<'_> {
+    /// Answers what was said about the machine to be proposed. Returns what is said next.
+    fn noted(&mut self, about: &Request, needs: Features, unknown: &'static str) -> Result<Request, MigrateError> {
+        if !self.agreed.features.contains(needs) {
+            return Err(MigrateError::Request(unknown));
+        }
+        self.control.answer(about, &Reply::Noted)?;
+        self.control.next_request()
+    }
+
     /// The pool of a gang that comes here.
     fn join(&self, gang: &GangSpec) -> Result<Arc<Pool>, Problem> {
         let known = self.agreed.features.contains(Features::SHARING)

@@ -108,7 +108,7 @@ impl Link {
     ) -> Result<Peer, MigrateError> {
         let identity = self.control.identify()?;
         let kept = identity.map_or(Ok(false), |daemon| self.show(tickets, daemon))?;
-        clone.map_or(Ok(()), |clone| self.clone_comes(clone))?;
+        clone.map_or(Ok(()), |Clone { connected }| self.note(&Request::Clone { connected }))?;
         let alone = tickets.alone.as_ref().filter(|_| kept).map(|gang| (Arc::clone(gang), 0));
         let mut gang = gang.cloned().or(alone);
         if let Some((joined, member)) = &gang
@@ -116,17 +116,15 @@ impl Link {
         {
             gang = None;
         }
-        if let Some(kin) = spec.kin.as_ref().filter(|_| self.control.features().contains(Features::FAMILIES)) {
-            match self.control.ask(&Request::Kin(kin.clone()), REPLY_TIMEOUT)? {
-                Reply::Noted => {}
-                _ => return Err(MigrateError::Reply("another reply than a note of what a machine is related to")),
-            }
+        let features = self.control.features();
+        if let Some(kin) = spec.kin.as_ref().filter(|_| features.contains(Features::FAMILIES)) {
+            self.note(&Request::Kin(kin.clone()))?;
         }
         if let Some(split) = &spec.split {
-            match self.control.ask(&Request::Split(Box::new(split.clone())), REPLY_TIMEOUT)? {
-                Reply::Noted => {}
-                _ => return Err(MigrateError::Reply("another reply than a note of what is at memory hosts")),
-            }
+            self.note(&Request::Split(Box::new(split.clone())))?;
+        }
+        if spec.small_pages && features.contains(Features::SMALL_PAGES) {
+            self.note(&Request::SmallPages)?;
         }
         let request = Request::Propose {
             id: id.0,
@@ -163,11 +161,11 @@ impl Link {
         }
     }
 
-    /// Says that the machine to be proposed is a clone of one that runs on.
-    fn clone_comes(&mut self, Clone { connected }: Clone) -> Result<(), MigrateError> {
-        match self.control.ask(&Request::Clone { connected }, REPLY_TIMEOUT)? {
+    /// Says something about the machine to be proposed.
+    fn note(&mut self, about: &Request) -> Result<(), MigrateError> {
+        match self.control.ask(about, REPLY_TIMEOUT)? {
             Reply::Noted => Ok(()),
-            _ => Err(MigrateError::Reply("another reply than that a clone is awaited")),
+            _ => Err(MigrateError::Reply("another reply than that it is noted")),
         }
     }
 

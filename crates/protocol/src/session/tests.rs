@@ -61,6 +61,7 @@ fn spec() -> VmSpec {
         from: "a".into(),
         kin: None,
         split: None,
+        small_pages: false,
     }
 }
 
@@ -93,6 +94,7 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
         Request::Tickets { given: vec![], shown: vec![] },
         Request::Kin(Kin { family: "f".into(), forked_from: None }),
         Request::Split(Box::new(split())),
+        Request::SmallPages,
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
     ];
@@ -140,7 +142,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         Request::Load => Reply::Loaded,
         Request::Commit => Reply::Running { start_us: 0, cpu_us: 0 },
         Request::Abort => Reply::Aborted { problem: None },
-        Request::Residue(_) | Request::Kin(_) | Request::Clone { .. } => Reply::Noted,
+        Request::Residue(_) | Request::Kin(_) | Request::Clone { .. } | Request::SmallPages => Reply::Noted,
         Request::Split(_) | Request::Away { .. } | Request::AwayEnd { .. } => Reply::Noted,
         Request::LoadPostcopy(_) => Reply::Loaded,
         Request::Paging => Reply::Paging { missing: 0, faults: 0 },

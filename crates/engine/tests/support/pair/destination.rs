@@ -143,6 +143,8 @@ pub struct Destination {
     pub clone: Mutex<Option<host::Clone>>,
     /// What the machine that came last is related to.
     pub kin: Mutex<Option<Kin>>,
+    /// Whether the machine that came last is to be in small pages.
+    pub small_pages: AtomicBool,
     /// Who it says it is.
     pub identity: AtomicU64,
     /// What it has kept of a guest that left, and the number of its ticket.
@@ -233,6 +235,7 @@ impl DestinationHost for Destination {
         }
         self.aborted.store(false, Ordering::Release);
         self.kin.lock().unwrap().clone_from(&spec.kin);
+        self.small_pages.store(spec.small_pages, Ordering::Release);
         *self.clone.lock().unwrap() = clone;
         let huge = self.huge.lock().unwrap().clone();
         let directory = huge.as_deref().unwrap_or(Path::new("/dev/shm"));

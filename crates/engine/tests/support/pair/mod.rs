@@ -62,6 +62,7 @@ pub fn spec(block: BlockSpec) -> VmSpec {
         from: "a".into(),
         kin: None,
         split: None,
+        small_pages: false,
     }
 }
 
