@@ -18,9 +18,12 @@ use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::stats::median;
 use crate::sterna::SternaVm;
+use crate::warm::{self, Touched};
 
 /// How the clones move. Twenty guests on few processors are not stopped within the pause that one guest has.
 const MOVE: &str = "--mode precopy --downtime-limit 2s";
+/// What a clone takes until it runs, and more: its QEMU's own memory.
+const QEMU_MIB: u64 = 128;
 /// When a move that does not end is given up.
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -44,7 +47,7 @@ impl More {
         one_more(&vm, guest, 0)?;
         let mut forks = Vec::new();
         for number in 1..=self.times {
-            std::thread::sleep(REST);
+            self.rest()?;
             forks.push(one_more(&vm, guest, number)?);
         }
         note(&forks, measured);
@@ -58,6 +61,7 @@ impl More {
         let one = footprint::of(&[self.ram(&source)?])?.frames;
         let host_bytes = group.memory_bytes()?;
         let names: Vec<String> = (1..=count).map(|number| format!("{}c{number}", guest.name)).collect();
+        self.rest()?;
         let (forked, clones) = source.fork(&names, &[])?;
         note(std::slice::from_ref(&forked), measured);
         std::thread::sleep(REST);
@@ -79,6 +83,7 @@ impl More {
         let names: Vec<String> = (1..=count).map(|number| format!("{}c{number}", guest.name)).collect();
         let hosts = [lab.host("b")?.clone(), lab.host("c")?.clone()];
         let before = [hosts[0].group.memory_bytes()?, hosts[1].group.memory_bytes()?];
+        self.rest()?;
         let begin = Instant::now();
         let (forked, _clones) = source.fork_to(&names, &hosts)?;
         note(std::slice::from_ref(&forked), measured);
@@ -138,7 +143,7 @@ impl More {
         self.is_ready(&guest)?;
         let (mut pauses, mut times, mut sizes, mut memory) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for number in 1..=self.times {
-            std::thread::sleep(REST);
+            self.rest()?;
             let clone = guest.clone_of_name(&format!("{}c{number}", guest.name));
             let (clone, copied) = vm.copy_through_file(lab, &clone)?;
             pauses.push(copied.pause_ms);
@@ -160,8 +165,21 @@ impl More {
     pub(super) fn start(&self, lab: &Lab, guest: &Guest) -> Result<SternaVm> {
         let vm = SternaVm::start_with(lab, "a", guest, &self.qemu.path, &["--trust-group", gang::GROUP])?;
         self.is_ready(guest)?;
-        std::thread::sleep(REST);
+        self.rest()?;
         Ok(vm)
+    }
+
+    /// Leaves the guest alone for a while, and gives back memory then that is warm, as much as what follows may take.
+    fn rest(&self) -> Result<()> {
+        let mib = match self.way {
+            Way::Gang(count) | Way::Away(count) => count as u64 * QEMU_MIB,
+            Way::File => 2 * self.filled_mib + QEMU_MIB,
+            _ => QEMU_MIB,
+        };
+        let warm = Touched::new((mib << 20).min(warm::available_bytes()? / 3))?;
+        std::thread::sleep(REST);
+        drop(warm);
+        Ok(())
     }
 
     /// Waits until the guest's programs have their memory.
