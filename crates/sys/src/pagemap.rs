@@ -213,6 +213,23 @@ impl Pagemap {
         self.scan(range, Scan::of(Categories::WRITTEN).arming(), regions)
     }
 
+    /// Of private memory, pages of the process's own that were written since they were last armed, armed again in the
+    /// same step: a page of a file is none, and becomes one by the first write. What is a file's, and holes, are not
+    /// armed, which takes page tables for all of them.
+    ///
+    /// # Errors
+    /// As [`Self::scan`].
+    pub fn own_written_and_arm(&self, range: Range<u64>, regions: &mut Vec<Region>) -> Result<()> {
+        let own = Scan {
+            all: Categories::WRITTEN | Categories::FILE,
+            any: Categories::PRESENT | Categories::SWAPPED,
+            inverted: Categories::FILE,
+            report: Categories::WRITTEN,
+            arm: true,
+        };
+        self.scan(range, own, regions)
+    }
+
     /// Pages written since they were last armed: a look that changes nothing.
     ///
     /// # Errors

@@ -281,7 +281,7 @@ pub fn draft(record: &VmRecord, addresses: &[u64], dir: &Path, past: bool) -> Re
     // A connection of its own: what the pause asks of the agent waits for nothing else.
     let agent = agent::connect(&record.agent, pid).map_err(|error| error.problem())?;
     let begin = || -> Result<Draft, MigrateError> {
-        let tracker = WriteProtect::new(pid, InsideQemu::new(agent))?;
+        let tracker = WriteProtect::new(pid, InsideQemu::new(agent))?.for_own_pages();
         let untracked = if past { Untracked::Reads } else { Untracked::Nobody };
         Draft::begin(pid, kind::open(&blocks, Access::Read)?, Box::new(tracker), file, untracked)
     };

@@ -41,26 +41,89 @@ fn near_runs_become_one_until_there_are_few_enough_and_never_across_blocks() {
 struct Rig {
     mappings: Arc<Vec<PrivateMapping>>,
     memory: Arc<dyn Memory>,
+    /// What the guest has where it has written nothing.
+    under: Vec<u8>,
+    /// Pages that were discarded, as the agent's log would have them.
+    log: Log,
+}
+
+type Log = Arc<Mutex<Vec<Range<u64>>>>;
+
+/// A tracker to which this log belongs.
+struct Logged(WriteProtect, Log);
+
+impl Tracker for Logged {
+    fn arm(&mut self, ram: &dyn Memory) -> Result<(), MigrateError> {
+        self.0.arm(ram)
+    }
+
+    fn collect(
+        &mut self,
+        ram: &dyn Memory,
+        written: &mut PageMap,
+        discarded: &mut PageMap,
+    ) -> Result<(), MigrateError> {
+        self.0.collect(ram, written, discarded)?;
+        for pages in self.1.lock().unwrap().drain(..) {
+            add_run(discarded, ram.layout(), 0, pages.start * P..pages.end * P);
+        }
+        written.add(discarded);
+        Ok(())
+    }
+
+    fn watch(&self) -> Option<Arc<dyn Watch>> {
+        self.0.watch()
+    }
+
+    fn seal(&mut self) {
+        self.0.seal();
+    }
+
+    fn disarm(&mut self) {
+        self.0.disarm();
+    }
+
+    fn cost(&self) -> Cost {
+        self.0.cost()
+    }
 }
 
 impl Rig {
     /// `None`, and why, where the kernel does not track.
     fn new() -> Option<Self> {
+        Self::of(PAGES)
+    }
+
+    /// The same, with a file in the middle of each block, as after a fork.
+    fn forked() -> Option<Self> {
+        let mut rig = Self::new()?;
+        for (block, mapping) in rig.mappings.iter().enumerate() {
+            let (file, part) = (tempfile::tempfile_in("/dev/shm").expect("a file"), 100 * P..900 * P);
+            file.write_all_at(&vec![9; part.end as usize], 0).expect("content");
+            mapping.lay(part.start, &file, part.clone()).expect("the file, mapped");
+            let first = block * rig.under.len() / 2;
+            rig.under[first + part.start as usize..first + part.end as usize].fill(9);
+        }
+        Some(rig)
+    }
+
+    /// Of so many pages.
+    fn of(all: u64) -> Option<Self> {
         if !sterna_sys::probe::missing().is_empty() {
             println!("skipped: {}", sterna_sys::probe::missing().join("; "));
             return None;
         }
-        let mappings = [PAGES / 2; 2].map(|pages| PrivateMapping::new(pages * P).expect("a mapping"));
+        let mappings = [all / 2; 2].map(|pages| PrivateMapping::new(pages * P).expect("a mapping"));
         let mappings = Arc::new(Vec::from(mappings));
         let inside = Arc::new(Mutex::new(InsideHere(Arc::clone(&mappings))));
         let blocks = mappings.iter().enumerate().map(|(index, mapping)| BlockFile {
-            spec: BlockSpec { id: format!("ram{index}"), bytes: PAGES / 2 * P, page_bytes: P, path: String::new() },
+            spec: BlockSpec { id: format!("ram{index}"), bytes: all / 2 * P, page_bytes: P, path: String::new() },
             file: tempfile::tempfile_in("/dev/shm").expect("a file"),
             address: mapping.addresses().start,
             process: Some(Holder { pid: std::process::id(), inside: inside.clone() }),
         });
         let memory = kind::open(&blocks.collect::<Vec<_>>(), Access::Read).expect("RAM");
-        Some(Self { mappings, memory })
+        Some(Self { mappings, memory, under: vec![0; (PAGES * P) as usize], log: Log::default() })
     }
 
     fn draft(&self, tracker: Box<dyn Tracker>) -> Draft {
@@ -71,7 +134,14 @@ impl Rig {
 
     fn tracker(&self) -> Box<dyn Tracker> {
         let inside = InsideHere(Arc::clone(&self.mappings));
-        Box::new(WriteProtect::new(std::process::id(), inside).expect("a tracker"))
+        let tracker = WriteProtect::new(std::process::id(), inside).expect("a tracker").for_own_pages();
+        Box::new(Logged(tracker, Arc::clone(&self.log)))
+    }
+
+    /// Discards pages of the first block.
+    fn discard(&self, pages: Range<u64>) {
+        self.mappings[0].discard(pages.start * P..pages.end * P).expect("discarded");
+        self.log.lock().unwrap().push(pages);
     }
 
     /// Fills a page of the guest's.
@@ -92,7 +162,7 @@ impl Rig {
     fn wrong(&self, draft: &mut Draft) -> Vec<u64> {
         let runs = draft.runs().expect("runs");
         draft.copy(&runs).expect("the last copies");
-        let mut shown = vec![0; (PAGES * P) as usize];
+        let mut shown = self.under.clone();
         for MapRun { at, offset } in draft.placed(&runs) {
             let (start, end) = (offset as usize, (offset + at.length) as usize);
             draft.file.read_exact_at(&mut shown[start..end], offset).expect("the layer");
@@ -126,10 +196,16 @@ fn while_it_writes(rig: &Rig, times: u32, mut act: impl FnMut(u32)) {
 
 #[test]
 fn what_a_guest_writes_while_its_pages_are_copied_is_in_the_layer() {
-    let Some(rig) = Rig::new() else { return };
+    for rig in [Rig::new(), Rig::forked()] {
+        let Some(rig) = rig else { return };
+        all_it_writes_is_in_the_layer(&rig);
+    }
+}
+
+fn all_it_writes_is_in_the_layer(rig: &Rig) {
     (0..PAGES).step_by(3).for_each(|page| rig.set(page, 1));
     let mut draft = rig.draft(rig.tracker());
-    while_it_writes(&rig, 20, |round| {
+    while_it_writes(rig, 20, |round| {
         draft.copy_ahead().expect("copied");
         if round == 10 {
             draft.ahead().expect("what another process maps");
@@ -141,6 +217,41 @@ fn what_a_guest_writes_while_its_pages_are_copied_is_in_the_layer() {
     assert_eq!(without(&draft.mapped, in_order(&runs).into_iter()), [], "it shows what is not copied any more");
 }
 
+/// What a page is of a file by the first look, and the guest's own by a later write.
+#[test]
+fn a_page_of_a_file_that_is_written_after_it_was_copied_is_copied_again() {
+    let Some(rig) = Rig::forked() else { return };
+    [200, 202].into_iter().for_each(|page| rig.set(page, 7));
+    let mut draft = rig.draft(rig.tracker());
+    draft.copy_ahead().expect("copied");
+    assert_eq!(draft.current.len(), 3, "with what lies between, which is the file's");
+    [201, 202, 850].into_iter().for_each(|page| rig.set(page, 8));
+    assert_eq!(rig.wrong(&mut draft), [0; 0]);
+    assert_eq!(draft.current.len(), 4);
+}
+
+/// Eight MiB of page tables where all of RAM is watched.
+#[test]
+fn a_guest_with_much_ram_of_which_little_is_its_own_is_watched_in_few_page_tables() {
+    const ALL: u64 = 1 << 20;
+    let page_tables = || {
+        let status = std::fs::read_to_string("/proc/self/status").expect("this process's status");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).expect("its page tables");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number")
+    };
+    let Some(rig) = Rig::of(ALL) else { return };
+    [5, 1000].into_iter().for_each(|page| rig.set(page, 7));
+    let before = page_tables();
+    let mut tracker = rig.tracker();
+    tracker.arm(rig.memory.as_ref()).expect("watched");
+    assert!(page_tables() < before + 4096, "{before} KiB before, {} now", page_tables());
+    let layout = rig.memory.layout();
+    let (mut written, mut discarded) = (PageMap::empty(layout), PageMap::empty(layout));
+    [1000, 2000].into_iter().for_each(|page| rig.set(page, 8));
+    tracker.collect(rig.memory.as_ref(), &mut written, &mut discarded).expect("collected");
+    assert_eq!(written.len(), 2, "one that was its own, and one that was not there");
+}
+
 /// Seen to fail where a page that was copied before stays as it was copied.
 #[test]
 fn a_page_that_is_discarded_or_becomes_zero_after_it_was_copied_reads_as_zeros() {
@@ -149,7 +260,7 @@ fn a_page_that_is_discarded_or_becomes_zero_after_it_was_copied_reads_as_zeros()
     let mut draft = rig.draft(rig.tracker());
     draft.copy_ahead().expect("copied");
     rig.set(11, 0);
-    rig.mappings[0].discard(10 * P..11 * P).expect("discarded");
+    rig.discard(10..11);
     assert_eq!(rig.wrong(&mut draft), [0; 0]);
     rig.set(10, 9);
     assert_eq!(rig.wrong(&mut draft), [0; 0]);
@@ -163,7 +274,7 @@ fn a_layer_of_all_of_ram_is_whole_in_its_file_whatever_was_written_or_discarded_
     let mut draft = rig.draft(rig.tracker()).whole();
     while_it_writes(&rig, 5, |_| draft.copy_ahead().expect("copied"));
     // Pages that the file has, far from any that stays.
-    rig.mappings[0].discard(100 * P..900 * P).expect("discarded");
+    rig.discard(100..900);
     assert_eq!(rig.wrong(&mut draft), [0; 0]);
     let mut file = vec![0; (PAGES * P) as usize];
     draft.file().read_exact_at(&mut file, 0).expect("the layer");

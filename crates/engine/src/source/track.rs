@@ -105,6 +105,8 @@ pub trait Watch: Send + Sync + Debug {
 pub struct WriteProtect {
     faults: Arc<GuestFaults>,
     pagemap: Arc<Pagemap>,
+    /// Of private memory, only pages of the process's own are watched.
+    own_pages: bool,
     armed: Option<Armed>,
     seal: Option<Seal>,
     regions: Vec<Region>,
@@ -133,8 +135,18 @@ impl WriteProtect {
     /// As [`new`](Self::new).
     pub fn of(pid: u32, faults: Arc<GuestFaults>) -> Result<Self, MigrateError> {
         let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("opening QEMU's page tables"))?;
-        let pagemap = Arc::new(pagemap);
-        Ok(Self { faults, pagemap, armed: None, seal: None, regions: Vec::new(), cost: Cost::default() })
+        let (pagemap, own_pages) = (Arc::new(pagemap), false);
+        Ok(Self { faults, pagemap, own_pages, armed: None, seal: None, regions: Vec::new(), cost: Cost::default() })
+    }
+
+    /// The same, of private memory of which only pages of the process's own matter: what is a file's changes by no
+    /// write, because the first write to a page makes one of the process's own of it, and that is seen. So nothing else
+    /// is watched, and beginning takes as long as there are such pages, however much RAM there is. There is no look at
+    /// what is written now.
+    #[must_use]
+    pub fn for_own_pages(mut self) -> Self {
+        self.own_pages = true;
+        self
     }
 }
 
@@ -166,7 +178,8 @@ impl Tracker for WriteProtect {
         // Only now: before the userfaultfd was open the VMM's process could still have made areas smaller. Since then
         // it leaves them as they are, so that what is seen here stays true until tracking ends.
         ram.look_at_areas().map_err(MigrateError::host("looking at what the guest's RAM has in common with others"))?;
-        // The first scan arms every page, holes included. Its result is not used: the caller sends all allocated pages.
+        // The first scan arms every page, holes included, or every page of the process's own. Its result is not used:
+        // the caller sends all allocated pages, or looks for those.
         let (mut all, mut given_back) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
         self.collect(ram, &mut all, &mut given_back)?;
         self.cost.write_faults = 0;
@@ -188,7 +201,10 @@ impl Tracker for WriteProtect {
         let began = Instant::now();
         for (block, span) in armed.spans.iter().enumerate() {
             self.regions.clear();
-            let scanned = self.pagemap.written_and_arm(span.clone(), &mut self.regions);
+            let scanned = match self.own_pages {
+                true => self.pagemap.own_written_and_arm(span.clone(), &mut self.regions),
+                false => self.pagemap.written_and_arm(span.clone(), &mut self.regions),
+            };
             scanned.map_err(MigrateError::vmm_process("reading which pages the guest wrote"))?;
             for region in &self.regions {
                 self.cost.write_faults += region.pages();
@@ -255,7 +271,7 @@ impl Tracker for WriteProtect {
     }
 
     fn watch(&self) -> Option<Arc<dyn Watch>> {
-        let spans = self.armed.as_ref()?.spans.clone();
+        let spans = self.armed.as_ref().filter(|_| !self.own_pages)?.spans.clone();
         Some(Arc::new(WrittenPages { pagemap: Arc::clone(&self.pagemap), spans }))
     }
 
