@@ -65,12 +65,14 @@ impl Features {
     pub const PARITY: Self = Self(1 << 15);
     /// It keeps a guest in small pages whose user wants that.
     pub const SMALL_PAGES: Self = Self(1 << 16);
+    /// It takes split machines whose memory hosts have parity.
+    pub const SPLIT_PARITY: Self = Self(1 << 17);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b1_1111_1111_1111_1111);
-    const NAMES: [(Self, &'static str); 18] = [
+    pub const KNOWN: Self = Self(0b11_1111_1111_1111_1111);
+    const NAMES: [(Self, &'static str); 19] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -88,6 +90,7 @@ impl Features {
         (Self::REOPENS, "memory that is lent when it is asked for, and not with every call (split)"),
         (Self::PARITY, "parity of memory at other hosts (redundancy parity)"),
         (Self::SMALL_PAGES, "guests that stay in small pages (huge-pages off)"),
+        (Self::SPLIT_PARITY, "machines whose memory hosts have parity (split)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::layout::{ChunkIndex, PageIndex};
 use crate::pages::PageSet;
-use crate::spec::{GangSpec, Kin, SplitSpec, Ticket, VmSpec};
+use crate::spec::{GangSpec, Kin, SplitParity, SplitSpec, Ticket, VmSpec};
 
 /// The most bytes a message may have.
 pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
@@ -175,6 +175,9 @@ pub enum Request {
     /// Before `Propose`, where both sides know [`Features::SMALL_PAGES`](crate::hello::Features::SMALL_PAGES): says
     /// that the machine to be proposed is to be in small pages.
     SmallPages,
+    /// After `Split`; only where both sides know [`Features::SPLIT_PARITY`](crate::hello::Features::SPLIT_PARITY): says
+    /// that the memory hosts have parity.
+    SplitParity(SplitParity),
 }
 
 impl Request {
@@ -211,6 +214,7 @@ impl Request {
             Self::Away { .. } => "away",
             Self::AwayEnd { .. } => "away-end",
             Self::SmallPages => "small-pages",
+            Self::SplitParity(_) => "split-parity",
         }
     }
 }

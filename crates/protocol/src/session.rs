@@ -91,6 +91,7 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
             | Request::Kin(_)
             | Request::Clone { .. }
             | Request::Split(_)
+            | Request::SplitParity(_)
             | Request::SmallPages
             | Request::Propose { .. },
         ) => Ok(Begun),
@@ -131,7 +132,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Begun, Request::Join { .. }, Reply::Joined | Reply::JoinedPool { .. }) => Ok(Begun),
         (Begun, Request::Offers { .. }, Reply::Offered(_)) => Ok(Begun),
         (Begun, Request::Kin(_) | Request::Clone { .. } | Request::Split(_), Reply::Noted) => Ok(Begun),
-        (Begun, Request::SmallPages, Reply::Noted) => Ok(Begun),
+        (Begun, Request::SplitParity(_) | Request::SmallPages, Reply::Noted) => Ok(Begun),
         (Begun, Request::Tickets { .. }, Reply::Ticketed { .. }) => Ok(Begun),
         (Begun, Request::Propose { .. }, Reply::Accepted { .. }) => Ok(Copying),
         (Begun | Copying, Request::Clock, Reply::Clock { .. }) => Ok(state),

@@ -85,6 +85,10 @@ pub struct SplitSpec {
     pub own_epoch: u64,
     /// All of it is to be brought together at the destination.
     pub merge: bool,
+    /// How the parity of its pages lies, where there is some. It travels by itself, too
+    /// ([`Request::SplitParity`](crate::message::Request::SplitParity)).
+    #[serde(skip)]
+    pub parity: Option<SplitParity>,
 }
 
 impl std::fmt::Debug for SplitSpec {
@@ -107,6 +111,17 @@ pub struct SplitHost {
     pub once: [Option<String>; 2],
     /// It has nothing of the guest any more: its number is free.
     pub gone: bool,
+}
+
+/// How the parity of a machine's pages lies over its memory hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SplitParity {
+    /// Of how many chunks, one after the other, a stripe is made.
+    pub stripe: u32,
+    /// Over how many memory hosts the stripes lie: those with the first numbers.
+    pub hosts: u32,
+    /// What each of these lends for parity, bytes; it comes on top of what it lends for pages.
+    pub bytes: u64,
 }
 
 /// What a machine is related to by forks.

@@ -10,7 +10,7 @@ use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::room::Room;
 use sterna_engine::split::{Lender, Parity};
 use sterna_engine::transport::credentials::Credentials;
-use sterna_protocol::spec::{SplitHost, SplitSpec};
+use sterna_protocol::spec::{SplitHost, SplitParity, SplitSpec};
 use sterna_protocol::store::{Claim, most_bytes};
 
 use crate::problems::invalid;
@@ -291,18 +291,22 @@ impl Borrowed {
             gone: self.gone.contains(&number),
         };
         let hosts = self.hosts.iter().enumerate().map(host).collect();
-        SplitSpec { guest, key, chunks, hosts, here_bytes, unused_counts, epoch, own_epoch, merge }
+        let first = self.hosts.first().and_then(|host| host.parity);
+        let parity =
+            first.map(|Parity { stripe, hosts, bytes, .. }| SplitParity { stripe, hosts: hosts as u32, bytes });
+        SplitSpec { guest, key, chunks, hosts, here_bytes, unused_counts, epoch, own_epoch, merge, parity }
     }
 
     /// The memory hosts of a machine that comes here.
     #[must_use]
     pub fn from_spec(spec: &SplitSpec) -> Self {
+        let parity = spec.parity.map(|parity| Parity::new((parity.stripe, parity.hosts as usize), parity.bytes));
         let host = |host: &SplitHost| Place {
             peer: host.peer.clone(),
             bytes: host.bytes,
             mirror: host.mirror.clone(),
             once: host.once.clone(),
-            parity: None,
+            parity: parity.filter(|_| !host.gone),
         };
         let gone = spec.hosts.iter().enumerate().filter(|(_, host)| host.gone).map(|(number, _)| number).collect();
         let SplitSpec { guest, key, chunks, .. } = *spec;

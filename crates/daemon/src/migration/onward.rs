@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use sterna_api::options::SkipFree;
-use sterna_api::split::Redundancy;
 use sterna_api::{Blame, Code, MigrateOptions, Mode, Problem, Unused};
 use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::loans::borrow;
@@ -18,7 +17,7 @@ use sterna_engine::split::{Lender, Split, SplitError};
 use sterna_engine::store::client::StoreError;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::{CHUNK_BYTES, PAGE_BYTES};
-use sterna_protocol::spec::{SplitSpec, VmSpec};
+use sterna_protocol::spec::{SplitParity, SplitSpec, VmSpec};
 use sterna_protocol::store::{Claim, Refusal, most_bytes};
 
 use super::address::check_address;
@@ -38,10 +37,6 @@ pub fn check(record: &VmRecord, options: &MigrateOptions, to: &str) -> Result<()
         let message = format!("'{}' cannot be moved so: a part of its memory is at memory hosts, {why}", record.name);
         Err(Problem::new(Code::Split, Blame::Request, message))
     };
-    if split.borrowed.redundancy() == Redundancy::Parity {
-        return refuse("with parity, which stays with this host")
-            .map_err(|problem| problem.hint(format!("'sterna merge {}' brings it together before", record.name)));
-    }
     if matches!(options.mode, Mode::Postcopy | Mode::Hybrid) {
         return refuse("and no more may follow it").map_err(|problem| problem.hint("move it with '--mode precopy'"));
     }
@@ -110,7 +105,8 @@ pub fn check_coming(
     let sane = u64::from(split.chunks) == chunks
         && split.hosts.len() <= Holder::MAX_HOSTS
         && split.hosts.iter().all(|host| host.bytes >= most_bytes(1))
-        && split.here_bytes < spec.memory_bytes;
+        && split.here_bytes < spec.memory_bytes
+        && split.parity.is_none_or(|parity| lies(parity, split));
     if spec.private || !sane {
         return Err(invalid(format!("what is said of the memory hosts of '{}' cannot be", spec.name)));
     }
@@ -125,14 +121,28 @@ pub fn check_coming(
         }
     }
     let claim = borrowed.claim(split.epoch);
+    // By parity one of all may be away.
+    let mut may_be_away = usize::from(split.parity.is_some());
     for lender in borrowed.lenders(credentials).into_iter().filter(|lender| !lender.leaving) {
         // Of two that have the same pages one will do.
         let reached: Vec<_> = lender.members().iter().map(|member| reach(member, claim, split.chunks)).collect();
         if reached.iter().all(Result::is_err) {
-            reached.into_iter().collect::<Result<(), _>>()?;
+            match may_be_away.checked_sub(1) {
+                Some(left) => may_be_away = left,
+                None => reached.into_iter().collect::<Result<(), _>>()?,
+            }
         }
     }
     Ok(())
+}
+
+/// Whether parity can lie so over these memory hosts: each chunk of a stripe is at another one, and so is its parity.
+fn lies(parity: SplitParity, split: &SplitSpec) -> bool {
+    let over = split.hosts.get(..parity.hosts as usize);
+    (1..parity.hosts).contains(&parity.stripe)
+        && parity.bytes >= most_bytes(1)
+        && over.is_some_and(|over| over.iter().all(|host| host.mirror.is_none() && !host.gone))
+        && split.hosts.iter().skip(parity.hosts as usize).all(|host| host.gone)
 }
 
 /// Whether a memory host answers this host as it does the machine's owner.
@@ -213,6 +223,7 @@ mod tests {
             epoch: 1,
             own_epoch: 2,
             merge: false,
+            parity: None,
         };
         let refused = |split: &SplitSpec, listen: &str| {
             let problem = check_coming(&machine, split, Some(&listen.to_owned()), None).unwrap_err();
@@ -221,13 +232,21 @@ mod tests {
         let (code, message) = refused(&split, "b:1");
         assert!(code == "split" && message.contains("this host lends memory to"), "{message}");
         let mirrored = SplitHost { mirror: Some("c:1".into()), ..host("b:1") };
-        assert_eq!(refused(&SplitSpec { hosts: vec![mirrored], ..split.clone() }, "c:1").0, "split");
+        assert_eq!(refused(&SplitSpec { hosts: vec![mirrored.clone()], ..split.clone() }, "c:1").0, "split");
+        let over = |stripe, hosts| Some(SplitParity { stripe, hosts, bytes: most_bytes(1) });
+        let three: Vec<_> = ["b:1", "c:1", "e:1"].map(host).to_vec();
         for wrong in [
             SplitSpec { chunks: chunks + 1, ..split.clone() },
             SplitSpec { hosts: vec![host("b:1"); Holder::MAX_HOSTS + 1], ..split.clone() },
             SplitSpec { hosts: vec![SplitHost { bytes: 0, ..host("b:1") }], ..split.clone() },
             SplitSpec { here_bytes: machine.memory_bytes, ..split.clone() },
             SplitSpec { hosts: vec![host("nowhere")], ..split.clone() },
+            SplitSpec { parity: over(1, 2), ..split.clone() },
+            SplitSpec { parity: over(3, 3), hosts: three.clone(), ..split.clone() },
+            SplitSpec { parity: over(0, 3), hosts: three.clone(), ..split.clone() },
+            SplitSpec { parity: over(2, u32::MAX), hosts: three.clone(), ..split.clone() },
+            SplitSpec { parity: over(1, 2), hosts: three.clone(), ..split.clone() },
+            SplitSpec { parity: over(2, 3), hosts: vec![mirrored; 3], ..split.clone() },
         ] {
             assert_eq!(refused(&wrong, "d:1").0, "invalid-request", "{wrong:?}");
         }

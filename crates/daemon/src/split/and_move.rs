@@ -6,7 +6,6 @@
 
 use std::sync::Arc;
 
-use sterna_api::split::Redundancy;
 use sterna_api::units::milliseconds;
 use sterna_api::{Blame, Code, MigrateOptions, MigrateRequest, Problem, SplitReport, SplitRequest, Status};
 use sterna_engine::monitor::Monitor;
@@ -35,12 +34,6 @@ pub fn split(
     check_address(main)?;
     if splits.listen.as_ref() == Some(main) {
         return Err(invalid(format!("{main} is this host: the guest stays where 'main' is left out")));
-    }
-    if request.redundancy == Some(Redundancy::Parity) {
-        return Err(invalid(
-            "a machine with parity stays where it is: its memory hosts must not change with its host (with copies=2 it \
-             moves)",
-        ));
     }
     if request.memory.iter().any(|host| host.peer == *main) {
         return Err(invalid(format!("{main} is to run the guest, and cannot lend memory to it, too")));

@@ -1,5 +1,6 @@
 //! A machine moves while a part of its memory stays at its memory hosts.
 
+use super::parity::{is_whole, with_parity};
 use super::support::runs;
 use super::*;
 
@@ -104,6 +105,61 @@ fn a_machine_whose_pages_are_at_two_hosts_each_moves_while_one_of_them_is_gone()
     is_as_before(&first, &before);
     lenders[0].start_daemon();
     is_paid(&first, &[&lenders[0], &lenders[1]]);
+}
+
+#[test]
+fn a_machine_with_parity_moves_while_one_of_three_is_gone_and_another_takes_its_place_there() {
+    if cannot_run() {
+        return;
+    }
+    let (first, second) = (Host::start(), Host::start());
+    let mut lenders = [lender(64), lender(64), lender(64), lender(64)];
+    first.run_full("m");
+    let before = content(&first);
+    done(&first, SPLIT, &with_parity(16, &[&lenders[0], &lenders[1], &lenders[2]]));
+    is_whole(&first);
+    lenders[1].kill_daemon();
+    moved(&first, &second);
+    assert_eq!(second.get("/v1/vms/m")["split"]["redundancy"], "parity");
+    eventually("it is said who is silent", || {
+        second.get("/v1/vms/m")["split"]["silent"] == json!([lenders[1].address()])
+    });
+    done(&second, SPLIT, &with_parity(16, &[&lenders[0], &lenders[3], &lenders[2]]));
+    is_whole(&second);
+    // With a number that is free beside those three, and another one gone.
+    lenders[0].kill_daemon();
+    moved(&second, &first);
+    merged(&first);
+    is_as_before(&first, &before);
+    lenders[0].start_daemon();
+    lenders[1].start_daemon();
+    is_paid(&first, &lenders.each_ref());
+    is_paid(&second, &lenders.each_ref());
+}
+
+/// Both halves of a split, and two of three memory hosts are not there.
+#[test]
+fn a_machine_is_split_with_parity_as_it_moves_and_stays_where_two_of_three_are_gone() {
+    if cannot_run() {
+        return;
+    }
+    let (first, second, mut lenders) = (Host::start(), Host::start(), [lender(64), lender(64), lender(64)]);
+    first.run_full("m");
+    let before = content(&first);
+    let mut request = with_parity(16, &lenders.each_ref());
+    request["main"] = second.address().into();
+    done(&first, SPLIT, &request);
+    assert!(first.names().is_empty() && away(&second) > 0);
+    is_whole(&second);
+    lenders[0].kill_daemon();
+    lenders[1].kill_daemon();
+    let report = moves(&second, &first, json!({ "mode": "precopy" }));
+    assert!(report["status"] == "failed" && report.to_string().contains("cannot use the memory of"), "{report}");
+    lenders[0].start_daemon();
+    merged(&second);
+    is_as_before(&second, &before);
+    lenders[1].start_daemon();
+    is_paid(&second, &lenders.each_ref());
 }
 
 #[test]

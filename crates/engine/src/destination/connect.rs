@@ -122,6 +122,11 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         split = Some((**theirs).clone());
         request = session.noted(&request, Features::SPLIT, "a split machine, which this session does not know")?;
     }
+    if let (Request::SplitParity(parity), Some(split)) = (&request, &mut split) {
+        split.parity = Some(*parity);
+        let unknown = "parity of a split machine, which this session does not know";
+        request = session.noted(&request, Features::SPLIT_PARITY, unknown)?;
+    }
     let small_pages = matches!(request, Request::SmallPages);
     if small_pages {
         request = session.noted(&request, Features::SMALL_PAGES, "small pages, which this session does not know")?;

@@ -17,7 +17,11 @@ pub fn connect(departure: &mut Departure) -> Result<Link, MigrateError> {
     let Departure { id, peer, options, host, monitor, clone, split, .. } = departure;
     monitor.enter(Phase::Connect);
     let clones = if clone.is_some() { Features::CLONES } else { Features::NONE };
-    let split = if split.is_some() { Features::SPLIT } else { Features::NONE };
+    let split = match split {
+        Some(split) if split.has_parity() => Features::SPLIT.and(Features::SPLIT_PARITY),
+        Some(_) => Features::SPLIT,
+        None => Features::NONE,
+    };
     let session = SessionKey { session: id.0, key: id.0 as u64, needed: needed(options).and(clones).and(split) };
     Link::connect(peer, *id, session, host.credentials())
 }

@@ -122,6 +122,7 @@ impl Link {
         }
         if let Some(split) = &spec.split {
             self.note(&Request::Split(Box::new(split.clone())))?;
+            split.parity.map_or(Ok(()), |parity| self.note(&Request::SplitParity(parity)))?;
         }
         if spec.small_pages && features.contains(Features::SMALL_PAGES) {
             self.note(&Request::SmallPages)?;

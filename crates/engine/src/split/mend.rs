@@ -57,6 +57,10 @@ impl Split {
         if !self.is_behind(chunk, member) {
             return Ok(true);
         }
+        // Parity that is made anew is nobody's meanwhile, and its next host counts on it.
+        if self.still.is_on() {
+            return Ok(false);
+        }
         let other = self.having(chunk).into_iter().find(|other| *other != member);
         let Some(from) = other.filter(|from| !self.lenders.is_silent(*from)) else { return Ok(false) };
         if self.is_parity(member) && !self.parity_begins_anew(lines, member, chunk, state)? {

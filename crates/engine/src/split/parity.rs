@@ -82,6 +82,12 @@ impl Split {
         member.which == 1 && self.lenders.parity().is_some()
     }
 
+    /// Whether the memory hosts have parity.
+    #[must_use]
+    pub fn has_parity(&self) -> bool {
+        self.lenders.parity().is_some()
+    }
+
     /// Who has the parity of a chunk, where there is parity.
     pub(super) fn parity_of(&self, chunk: ChunkIndex) -> Option<Member> {
         let Parity { stripe, hosts, .. } = self.lenders.parity()?;
@@ -218,6 +224,10 @@ impl Split {
         known: &Copied,
     ) -> Result<(), SplitError> {
         let (Some(number), Some(parity)) = (self.host_by_parity(chunk), self.parity_of(chunk)) else { return Ok(()) };
+        // Its next host may have been told that they are there.
+        if self.still.is_on() {
+            return Ok(());
+        }
         let host = Member { number, which: 0 };
         match self.fold_out(lines, (host, parity), (chunk, pages), state, known) {
             Err(SplitError::Host { source, .. }) if says_otherwise(&source) => {

@@ -50,6 +50,8 @@ mod parity;
 
 /// A guest that moves on while its pages stay.
 mod onward;
+/// The same with parity.
+mod parity_onward;
 
 /// Both sides of such a guest are compared.
 mod compared;

@@ -17,6 +17,7 @@ use super::pair::destination::Destination;
 use super::pair::inside::InsideSelf;
 use super::pair::source::{Source, SourceVmm};
 use super::pair::{block, outgoing, spec};
+use super::parity::{three, with_parity};
 use super::*;
 
 /// The pages that the guest uses; it knows the others as well, and they stay away.
@@ -32,8 +33,8 @@ pub struct Here {
 }
 
 /// What is needed to move it.
-pub struct Way<'a> {
-    pub hosts: &'a [LendingHost],
+pub struct Way {
+    pub lenders: Vec<Lender>,
     /// The owner's epochs.
     pub epochs: Counter,
 }
@@ -69,6 +70,7 @@ impl Here {
             epoch: 0,
             own_epoch: 0,
             merge: false,
+            parity: None,
         };
         Outgoing {
             spec: VmSpec { split: Some(split), ..spec(block(ram.bytes)) },
@@ -79,16 +81,19 @@ impl Here {
     }
 }
 
-impl<'a> Way<'a> {
-    pub fn of(guest: &Guest, hosts: &'a [LendingHost]) -> Self {
-        Self { hosts, epochs: guest.epochs.clone() }
+impl Way {
+    pub fn of(guest: &Guest, hosts: &[LendingHost]) -> Self {
+        Self::over(guest, hosts.iter().map(LendingHost::lender).collect())
+    }
+
+    pub fn over(guest: &Guest, lenders: Vec<Lender>) -> Self {
+        Self { lenders, epochs: guest.epochs.clone() }
     }
 
     /// What the next owner is given.
     fn handed(&self) -> Handed {
         let next = Counter(Arc::new(AtomicU64::new(self.epochs.0.load(Ordering::Acquire) / OWNERS * OWNERS + OWNERS)));
-        let lenders = self.hosts.iter().map(LendingHost::lender).collect();
-        Handed { lenders, guest: GUEST, epochs: Box::new(next) }
+        Handed { lenders: self.lenders.clone(), guest: GUEST, epochs: Box::new(next) }
     }
 }
 
@@ -132,7 +137,7 @@ impl Moving {
     }
 
     /// It goes on where it is now.
-    fn goes_on(&self, here: &Here) -> Checking {
+    pub fn goes_on(&self, here: &Here) -> Checking {
         self.starts_at(&here.mapping);
         self.runs()
     }
@@ -164,7 +169,7 @@ impl Moving {
     }
 }
 
-fn run(outgoing: Outgoing, peer: &str) -> (Fate, Report) {
+pub fn run(outgoing: Outgoing, peer: &str) -> (Fate, Report) {
     run_with(outgoing, peer, &options())
 }
 
@@ -387,10 +392,22 @@ fn wherever_the_link_breaks_one_host_has_the_guest_and_it_finds_what_it_wrote() 
         return;
     }
     let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
-    let split = guest.split(&[&lending[0], &lending[1]]);
+    the_link_breaks_anywhere(&guest, Way::of(&guest, &lending));
+}
+
+#[test]
+fn wherever_the_link_breaks_one_host_has_a_guest_with_parity_and_it_finds_what_it_wrote() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), three());
+    the_link_breaks_anywhere(&guest, Way::over(&guest, with_parity(&lending)));
+}
+
+fn the_link_breaks_anywhere(guest: &Guest, mut way: Way) {
+    let split = guest.split_over(way.lenders.clone());
     split.keep_to(room()).unwrap();
-    let (mut here, mut checking) = (Here::of(&guest, &split), Checking::start_in(&guest, 3, IN_USE));
-    let mut way = Way::of(&guest, &lending);
+    let (mut here, mut checking) = (Here::of(guest, &split), Checking::start_in(guest, 3, IN_USE));
     let (mut stayed, mut gone, mut least, mut most) = (0, 0, 0, 16 << 20);
     // Nearer and nearer to the moment at which the guest changes hands.
     for turn in 1..=24u64 {

@@ -18,7 +18,7 @@ fn lender(host: &LendingHost) -> Lender {
     Lender { parity: Some(Parity::new((STRIPE, 3), most_bytes(CHUNKS))), bytes: most_bytes(CHUNKS), ..host.lender() }
 }
 
-fn three() -> [LendingHost; 3] {
+pub fn three() -> [LendingHost; 3] {
     [(); 3].map(|()| LendingHost::to_guests_of(2 * CHUNKS))
 }
 
@@ -39,7 +39,7 @@ fn send_each(split: &Split) {
 }
 
 /// Any one memory host may go.
-fn is_whole(split: &Split) {
+pub fn is_whole(split: &Split) {
     until("each page can be had without any one", || split.is_at_both());
 }
 
@@ -52,7 +52,7 @@ fn kept(hosts: &[LendingHost]) -> u64 {
 }
 
 /// What is known as copies goes, in the end.
-fn keeps_nothing(split: &Arc<Split>, hosts: &[LendingHost]) {
+pub fn keeps_nothing(split: &Arc<Split>, hosts: &[LendingHost]) {
     split.keep_to(Room::of(u64::MAX)).unwrap();
     until("no memory host has anything", || kept(hosts) == 0);
 }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::layout::ChunkIndex;
 use crate::message::ResiduePart;
-use crate::spec::{GangSpec, Kin, SharedPages, SplitSpec, VmSpec};
+use crate::spec::{GangSpec, Kin, SharedPages, SplitParity, SplitSpec, VmSpec};
 
 /// A machine that has one life: whoever lets it run says so here.
 #[derive(Debug, Default)]
@@ -81,6 +81,7 @@ fn split() -> SplitSpec {
         epoch: 1,
         own_epoch: 2,
         merge: false,
+        parity: None,
     }
 }
 
@@ -94,6 +95,7 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
         Request::Tickets { given: vec![], shown: vec![] },
         Request::Kin(Kin { family: "f".into(), forked_from: None }),
         Request::Split(Box::new(split())),
+        Request::SplitParity(SplitParity { stripe: 2, hosts: 3, bytes: 1 }),
         Request::SmallPages,
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
@@ -143,7 +145,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         Request::Commit => Reply::Running { start_us: 0, cpu_us: 0 },
         Request::Abort => Reply::Aborted { problem: None },
         Request::Residue(_) | Request::Kin(_) | Request::Clone { .. } | Request::SmallPages => Reply::Noted,
-        Request::Split(_) | Request::Away { .. } | Request::AwayEnd { .. } => Reply::Noted,
+        Request::Split(_) | Request::SplitParity(_) | Request::Away { .. } | Request::AwayEnd { .. } => Reply::Noted,
         Request::LoadPostcopy(_) => Reply::Loaded,
         Request::Paging => Reply::Paging { missing: 0, faults: 0 },
         Request::Complete { .. } => Reply::Completed(Box::default()),
