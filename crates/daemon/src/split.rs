@@ -14,7 +14,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_api::split::Redundancy;
 use sterna_api::units::{milliseconds, show_size};
 use sterna_api::{Blame, Code, Problem, SplitReport, SplitRequest, Status};
 use sterna_engine::error::MigrateError;
@@ -27,7 +26,7 @@ use sterna_engine::transport::credentials::Credentials;
 use sterna_sys::PAGE_BYTES;
 use sterna_sys::host::random_u128;
 
-use self::hosts::{Exchange, alive, refused, until_reached, with};
+use self::hosts::{Exchange, alive, refused, too_many, until_reached, with};
 use self::loans::Loans;
 use crate::care::Care;
 use crate::kept::Keeper;
@@ -57,6 +56,9 @@ pub mod recover;
 
 /// Memory hosts in the place of those that are gone for good.
 pub mod spares;
+
+/// The others go on without it.
+mod fewer;
 
 /// How often it is looked how far pages have left.
 const LOOK: Duration = Duration::from_millis(10);
@@ -202,7 +204,9 @@ impl Splits {
         let hosts = Place::of(&request.memory, request.redundancy.unwrap_or_default())?;
         checks::check_budget(record, request.here_bytes, &hosts)?;
         let (guest, key) = (random_u128(), random_u128());
-        let borrowed = Borrowed { guest, key, chunks, hosts, ..Borrowed::default() };
+        let mut borrowed = Borrowed { guest, key, chunks, ..Borrowed::default() };
+        borrowed.welcome_all(&hosts).ok_or_else(too_many)?;
+        borrowed.leaving.clear();
         let map = self.state.ram().join(format!("{}-away-{:016x}", record.name, random_u128() as u64));
         let (here_bytes, unused) = (request.here_bytes, request.unused.unwrap_or_default());
         let split = SplitRecord { borrowed, here_bytes, unused, map, merging: false };
@@ -254,14 +258,7 @@ impl Splits {
         request: &SplitRequest,
     ) -> Result<(VmRecord, Arc<Remote>), Problem> {
         let memory = if request.memory.is_empty() { split.borrowed.lending() } else { request.memory.clone() };
-        let now = split.borrowed.redundancy();
-        let redundancy = request.redundancy.unwrap_or(now);
-        if redundancy != now && [redundancy, now].contains(&Redundancy::Parity) {
-            let message =
-                format!("'{}' is split, and parity is made when a machine is split, or not at all", record.name);
-            return Err(Problem::new(Code::Split, Blame::Request, message)
-                .hint(format!("'sterna merge {}' brings it together; then split it anew", record.name)));
-        }
+        let redundancy = request.redundancy.unwrap_or_else(|| split.borrowed.redundancy());
         let hosts = Place::of(&memory, redundancy)?;
         checks::check_budget(record, request.here_bytes, &hosts)?;
         let remote = self.care.machines.reach(&record.name)?;
@@ -278,9 +275,10 @@ impl Splits {
     /// Puts back how much of a machine may be here. Memory hosts that were leaving and have something lend again.
     fn put_back(&self, record: &VmRecord, split: &Arc<Split>, room: Room) -> Result<(), Problem> {
         let mut exchange = self.exchange(record, split);
-        exchange.call_off()?;
+        let called_off = exchange.call_off();
         exchange.keep_here(room)?;
-        split.keep_to(room).map_err(|error| error.problem())
+        split.keep_to(room).map_err(|error| error.problem())?;
+        called_off
     }
 
     /// Brings all of a machine's memory here, and ends that it is split. A memory host that is not reached is asked

@@ -118,8 +118,12 @@ pub struct SplitHost {
 pub struct SplitParity {
     /// Of how many chunks, one after the other, a stripe is made.
     pub stripe: u32,
-    /// Over how many memory hosts the stripes lie: those with the first numbers.
+    /// Over how many memory hosts the stripes lie.
     pub hosts: u32,
+    /// Their numbers: a bit for each. None is set where they are the first ones.
+    pub over: u16,
+    /// Which of the guest's it is, one after the other: the guest has other numbers at the memory hosts of each.
+    pub turn: u32,
     /// What each of these lends for parity, bytes; it comes on top of what it lends for pages.
     pub bytes: u64,
 }

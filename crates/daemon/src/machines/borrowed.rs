@@ -8,7 +8,7 @@ use sterna_api::Problem;
 use sterna_api::split::{MemoryHost, Redundancy, Unused};
 use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::room::Room;
-use sterna_engine::split::{Lender, Parity};
+use sterna_engine::split::{Lender, Parity, Part};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::spec::{SplitHost, SplitParity, SplitSpec};
 use sterna_protocol::store::{Claim, most_bytes};
@@ -98,9 +98,9 @@ impl Place {
     /// What is borrowed of it: of one with parity that for pages and that for parity, else as
     /// [`members`](Self::members).
     pub fn loans(&self) -> impl Iterator<Item = Self> {
-        let shares = self.parity.filter(|parity| !parity.alone).map(|parity| {
-            let alone = Self { bytes: parity.bytes, parity: Some(Parity { alone: true, ..parity }), ..self.clone() };
-            [Self { parity: None, ..self.clone() }, alone]
+        let shares = self.parity.filter(|parity| parity.part == Part::Both).map(|parity| {
+            let part = |part, bytes| Self { bytes, parity: Some(Parity { part, ..parity }), ..self.clone() };
+            [part(Part::Pages, self.bytes), part(Part::Parity, parity.bytes)]
         });
         let whole = if shares.is_some() { None } else { Some(self.members()) };
         shares.into_iter().flatten().chain(whole.into_iter().flatten())
@@ -119,7 +119,7 @@ impl Place {
     #[must_use]
     pub fn is(&self, other: &Self) -> bool {
         let names = |place: &Self| place.members().map(|member| member.peer).collect::<BTreeSet<_>>();
-        names(self) == names(other)
+        names(self) == names(other) && self.parity.is_some() == other.parity.is_some()
     }
 
     /// The same two, but for another one in the place of one: the first (0) or the second (1). Of one with parity the
@@ -171,7 +171,7 @@ impl Place {
     /// What it lends in all, bytes.
     #[must_use]
     pub fn all_bytes(&self) -> u64 {
-        self.bytes + self.parity.filter(|parity| !parity.alone).map_or(0, |parity| parity.bytes)
+        self.bytes + self.parity.filter(|parity| parity.part == Part::Both).map_or(0, |parity| parity.bytes)
     }
 
     /// Its name, for people.
@@ -199,6 +199,16 @@ pub struct Borrowed {
     /// number.
     #[serde(default)]
     pub gone: BTreeSet<usize>,
+    /// How many parities there have been, one after the other.
+    #[serde(default)]
+    pub parities: u32,
+}
+
+/// How parity lies over a guest's memory hosts, as its former owner says it.
+#[must_use]
+pub fn parity_of(said: SplitParity) -> Parity {
+    let SplitParity { stripe, hosts, over, turn, bytes } = said;
+    Parity { over, turn, ..Parity::new((stripe, hosts as usize), bytes) }
 }
 
 impl Borrowed {
@@ -259,6 +269,58 @@ impl Borrowed {
         two.find_map(|(number, place)| Some((number, place.members().position(|member| member.peer == peer)?)))
     }
 
+    /// The numbers of those that have what is at all of `wanted`, and nothing else: of those that are given pages, or
+    /// were before others were named.
+    #[must_use]
+    pub fn numbers_of(&self, wanted: &[Place]) -> Option<BTreeSet<usize>> {
+        let known = |wanted: &Place| {
+            let same = |place: &Place| place.is(wanted) && place.all_bytes() == wanted.all_bytes();
+            self.lent().filter(|(_, place)| same(place)).map(|(number, _)| number).collect::<Vec<_>>()
+        };
+        let parity = |number: usize| self.hosts[number].parity.map(|parity| parity.turn);
+        let first = known(wanted.first()?);
+        first.into_iter().find_map(|first| {
+            let of_it = |all: Vec<usize>| all.into_iter().find(|number| parity(*number) == parity(first));
+            let numbers = wanted.iter().map(|host| of_it(known(host))).collect::<Option<BTreeSet<_>>>()?;
+            let all = self.lent().filter(|(number, _)| parity(*number) == parity(first)).count();
+            (parity(first).is_none() || all == numbers.len()).then_some(numbers)
+        })
+    }
+
+    /// The same, but that these are given pages and all others are leaving.
+    #[must_use]
+    pub fn giving_to(&self, numbers: &BTreeSet<usize>) -> Self {
+        let leaving = self.lent().map(|(number, _)| number).filter(|number| !numbers.contains(number)).collect();
+        Self { leaving, ..self.clone() }
+    }
+
+    /// Numbers of which all are given up at once: those with the parity of each other's pages, or one by itself.
+    #[must_use]
+    pub fn together(&self, number: usize) -> BTreeSet<usize> {
+        let turn = |number: usize| Some(self.hosts.get(number)?.parity?.turn);
+        match turn(number) {
+            Some(_) => self.lent().map(|(other, _)| other).filter(|other| turn(*other) == turn(number)).collect(),
+            None => BTreeSet::from([number]),
+        }
+    }
+
+    /// Gives numbers to these memory hosts, which are given no pages yet; parity lies over them. `None` where no more
+    /// numbers are free.
+    #[must_use]
+    pub fn welcome_all(&mut self, places: &[Place]) -> Option<Vec<usize>> {
+        let numbers: Option<Vec<_>> = places.iter().map(|place| self.welcome(place)).collect();
+        let numbers = numbers?;
+        if places.iter().any(|place| place.parity.is_some()) {
+            self.parities += 1;
+            let over = numbers.iter().fold(0, |over, number| over | 1 << number);
+            for number in &numbers {
+                let place = &mut self.hosts[*number];
+                place.parity = place.parity.map(|parity| Parity { over, turn: self.parities, ..parity });
+            }
+        }
+        Some(numbers)
+    }
+
     /// Gives a number to another one: the first that is free. It is given no pages yet. `None` where no number is free.
     pub fn welcome(&mut self, host: &Place) -> Option<usize> {
         let number = self.gone.pop_first().unwrap_or(self.hosts.len());
@@ -291,16 +353,17 @@ impl Borrowed {
             gone: self.gone.contains(&number),
         };
         let hosts = self.hosts.iter().enumerate().map(host).collect();
-        let first = self.hosts.first().and_then(|host| host.parity);
-        let parity =
-            first.map(|Parity { stripe, hosts, bytes, .. }| SplitParity { stripe, hosts: hosts as u32, bytes });
+        let parity = self.lent().find_map(|(_, host)| host.parity).map(|parity| {
+            let Parity { stripe, hosts, over, turn, bytes, .. } = parity;
+            SplitParity { stripe, hosts: hosts as u32, over, turn, bytes }
+        });
         SplitSpec { guest, key, chunks, hosts, here_bytes, unused_counts, epoch, own_epoch, merge, parity }
     }
 
     /// The memory hosts of a machine that comes here.
     #[must_use]
     pub fn from_spec(spec: &SplitSpec) -> Self {
-        let parity = spec.parity.map(|parity| Parity::new((parity.stripe, parity.hosts as usize), parity.bytes));
+        let parity = spec.parity.map(parity_of);
         let host = |host: &SplitHost| Place {
             peer: host.peer.clone(),
             bytes: host.bytes,
@@ -311,7 +374,8 @@ impl Borrowed {
         let gone = spec.hosts.iter().enumerate().filter(|(_, host)| host.gone).map(|(number, _)| number).collect();
         let SplitSpec { guest, key, chunks, .. } = *spec;
         let hosts = spec.hosts.iter().map(host).collect();
-        Self { guest, key, chunks, hosts, leaving: BTreeSet::new(), gone }
+        let parities = parity.map_or(0, |parity| parity.turn);
+        Self { guest, key, chunks, hosts, leaving: BTreeSet::new(), gone, parities }
     }
 
     /// The memory hosts as they are called.

@@ -333,6 +333,7 @@ mod tests {
             }],
             leaving: [0].into(),
             gone: [1].into(),
+            parities: 1,
         };
         let record =
             SplitRecord { borrowed, here_bytes: 5, unused: Unused::Track, map: "/ram/x".into(), merging: true };

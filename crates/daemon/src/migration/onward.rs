@@ -21,7 +21,7 @@ use sterna_protocol::spec::{SplitParity, SplitSpec, VmSpec};
 use sterna_protocol::store::{Claim, Refusal, most_bytes};
 
 use super::address::check_address;
-use crate::machines::borrowed::Borrowed;
+use crate::machines::borrowed::{Borrowed, parity_of};
 use crate::machines::record::VmRecord;
 use crate::machines::split::{EpochFile, SplitRecord};
 use crate::machines::table::Machines;
@@ -138,11 +138,12 @@ pub fn check_coming(
 
 /// Whether parity can lie so over these memory hosts: each chunk of a stripe is at another one, and so is its parity.
 fn lies(parity: SplitParity, split: &SplitSpec) -> bool {
-    let over = split.hosts.get(..parity.hosts as usize);
-    (1..parity.hosts).contains(&parity.stripe)
+    let parity = parity_of(parity);
+    let over: Vec<_> = parity.numbers().collect();
+    parity.fits(split.hosts.len())
         && parity.bytes >= most_bytes(1)
-        && over.is_some_and(|over| over.iter().all(|host| host.mirror.is_none() && !host.gone))
-        && split.hosts.iter().skip(parity.hosts as usize).all(|host| host.gone)
+        && split.hosts.iter().enumerate().all(|(number, host)| host.gone != over.contains(&number))
+        && over.iter().all(|number| split.hosts[*number].mirror.is_none())
 }
 
 /// Whether a memory host answers this host as it does the machine's owner.
@@ -233,7 +234,8 @@ mod tests {
         assert!(code == "split" && message.contains("this host lends memory to"), "{message}");
         let mirrored = SplitHost { mirror: Some("c:1".into()), ..host("b:1") };
         assert_eq!(refused(&SplitSpec { hosts: vec![mirrored.clone()], ..split.clone() }, "c:1").0, "split");
-        let over = |stripe, hosts| Some(SplitParity { stripe, hosts, bytes: most_bytes(1) });
+        let over = |stripe, hosts| Some(SplitParity { stripe, hosts, over: 0, turn: 0, bytes: most_bytes(1) });
+        let bits = |bits| over(2, 3).map(|parity| SplitParity { over: bits, ..parity });
         let three: Vec<_> = ["b:1", "c:1", "e:1"].map(host).to_vec();
         for wrong in [
             SplitSpec { chunks: chunks + 1, ..split.clone() },
@@ -246,6 +248,8 @@ mod tests {
             SplitSpec { parity: over(0, 3), hosts: three.clone(), ..split.clone() },
             SplitSpec { parity: over(2, u32::MAX), hosts: three.clone(), ..split.clone() },
             SplitSpec { parity: over(1, 2), hosts: three.clone(), ..split.clone() },
+            SplitSpec { parity: bits(0b1011), hosts: three.clone(), ..split.clone() },
+            SplitSpec { parity: bits(0b0011), hosts: three.clone(), ..split.clone() },
             SplitSpec { parity: over(2, 3), hosts: vec![mirrored; 3], ..split.clone() },
         ] {
             assert_eq!(refused(&wrong, "d:1").0, "invalid-request", "{wrong:?}");

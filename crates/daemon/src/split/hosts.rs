@@ -49,7 +49,8 @@ impl Exchange<'_> {
     /// A [`Problem`]: one does not grant what it is asked for, or is there with another amount; too many. All is as it
     /// was then.
     pub fn begin(&mut self, wanted: &[Place]) -> Result<(), Problem> {
-        if self.borrowed()?.redundancy() == Redundancy::Parity {
+        let has_parity = self.borrowed()?.redundancy() == Redundancy::Parity;
+        if has_parity || wanted.iter().any(|host| host.parity.is_some()) {
             return self.begin_with_parity(wanted);
         }
         for host in wanted {
@@ -76,37 +77,44 @@ impl Exchange<'_> {
         self.agree(borrowed)
     }
 
-    /// The same of a machine with parity, whose places stay as they are: another memory host may take that of one which
-    /// does not answer.
+    /// The same where there is parity, before or afterwards: which of them has what follows from all of them. So all
+    /// that are wanted lend beside those that are there, until these are empty; unless they are there already, or one
+    /// takes the place of one that does not answer.
     fn begin_with_parity(&mut self, wanted: &[Place]) -> Result<(), Problem> {
-        let borrowed = self.borrowed()?;
-        for host in wanted {
-            if let Some(number) = borrowed.number_of(host) {
-                self.check_amount(&borrowed.hosts[number], host)?;
-            }
+        let former = self.borrowed()?;
+        if let Some(numbers) = former.numbers_of(wanted) {
+            return self.agree(former.giving_to(&numbers));
         }
+        if let Some((number, peer)) = self.instead_of_a_silent_one_of_all(&former, wanted) {
+            return self.take_place((number, 0), &peer);
+        }
+        let mut borrowed = former.clone();
+        let numbers = borrowed.welcome_all(wanted).ok_or_else(too_many)?;
+        numbers.iter().try_for_each(|number| self.check_newcomer(&former, &borrowed.hosts[*number]))?;
+        self.store(borrowed.clone())?;
+        let mut asked = Vec::new();
+        if let Err(problem) = self.ask(&borrowed, &numbers, &mut asked) {
+            self.gone(&numbers, asked)?;
+            return Err(problem);
+        }
+        self.agree(borrowed.giving_to(&numbers.into_iter().collect()))
+    }
+
+    /// Whether those that are wanted are those that are given pages, but for one that does not answer: its number, and
+    /// who is in its place.
+    fn instead_of_a_silent_one_of_all(&self, borrowed: &Borrowed, wanted: &[Place]) -> Option<(usize, String)> {
         let newcomers: Vec<_> = wanted.iter().filter(|host| borrowed.number_of(host).is_none()).collect();
-        let stays = |place: &Place| wanted.iter().any(|host| host.is(place));
-        let lending = borrowed.lent().filter(|(number, _)| !borrowed.leaving.contains(number));
-        let mut goes = lending.filter(|(_, place)| !stays(place));
-        match (newcomers.as_slice(), goes.next(), goes.next()) {
-            ([], None, None) => return Ok(()),
-            ([newcomer], Some((number, place)), None) => {
-                self.split.ask_whether_there(number);
-                if self.split.silent().contains(&place.peer) && newcomer.all_bytes() == place.all_bytes() {
-                    let peer = newcomer.peer.clone();
-                    return self.take_place((number, 0), &peer);
-                }
-            }
-            _ => {}
+        let lending = || borrowed.lent().filter(|(number, _)| !borrowed.leaving.contains(number));
+        let goes: Vec<_> = lending().filter(|(_, place)| !wanted.iter().any(|host| host.is(place))).collect();
+        let ([newcomer], [(number, place)]) = (newcomers.as_slice(), goes.as_slice()) else { return None };
+        let alike = lending().count() == wanted.len()
+            && lending().all(|(_, one)| one.parity.is_some())
+            && wanted.iter().all(|host| host.parity.is_some() && host.all_bytes() == place.all_bytes());
+        if !alike {
+            return None;
         }
-        let message = format!(
-            "'{}' has parity: its memory hosts are exchanged one at a time, for one that does not answer, by another \
-             that lends the same",
-            self.record.name
-        );
-        Err(Problem::new(Code::Split, Blame::Request, message)
-            .hint(format!("'sterna merge {}' brings it together; then split it anew", self.record.name)))
+        self.split.ask_whether_there(*number);
+        self.split.silent().contains(&place.peer).then(|| (*number, newcomer.peer.clone()))
     }
 
     /// Has another memory host take the place of one of two that have the same pages, which does not answer. It is
@@ -171,28 +179,41 @@ impl Exchange<'_> {
     }
 
     /// Empties the memory hosts that are leaving, one after the other; each is told that it has its memory back once it
-    /// is empty. `check` is asked again and again whether to go on.
+    /// is empty, and of those that have each other's parity all are. `check` is asked again and again whether to go on.
     ///
     /// # Errors
     /// A [`Problem`]: what `check` said, or the others do not take what leaves. Those that were not emptied yet are
     /// leaving still.
     pub fn see_off(&mut self, check: &dyn Fn() -> Result<(), MigrateError>) -> Result<(), Problem> {
-        for number in self.borrowed()?.leaving {
+        loop {
+            let borrowed = self.borrowed()?;
+            let Some(first) = borrowed.leaving.first() else { return Ok(()) };
+            let numbers: Vec<_> = borrowed.together(*first).into_iter().collect();
             let taken = || if refused(self.split).is_some() { Err(MigrateError::Cancelled) } else { check() };
-            let emptied = until_reached(check, &|| self.split.empty(number, &taken));
-            emptied.map_err(|problem| refused(self.split).unwrap_or(problem))?;
-            let owed = self.borrowed()?.hosts[number].loans().collect();
-            self.gone(&[number], owed)?;
+            for number in &numbers {
+                let emptied = until_reached(check, &|| self.split.empty(*number, &taken));
+                emptied.map_err(|problem| refused(self.split).unwrap_or(problem))?;
+            }
+            let owed = numbers.iter().flat_map(|number| borrowed.hosts[*number].loans()).collect();
+            self.gone(&numbers, owed)?;
         }
-        Ok(())
     }
 
-    /// All that have something lend again: nobody is leaving any more.
+    /// All that have something lend again: nobody is leaving any more. Not where there is parity: pages leave for one
+    /// kind of memory hosts alone, and go on leaving for those that were named last.
     ///
     /// # Errors
-    /// A [`Problem`]: the record cannot be written.
+    /// A [`Problem`]: the record cannot be written; others are leaving still, and what helps.
     pub fn call_off(&mut self) -> Result<(), Problem> {
         let mut borrowed = self.borrowed()?;
+        if !borrowed.leaving.is_empty() && borrowed.lent().any(|(_, place)| place.parity.is_some()) {
+            let message = "what its former memory hosts have stays with them for now, and comes as it is used";
+            let hint = format!(
+                "'sterna split {}' goes on with it; with the former memory hosts and redundancy it goes back",
+                self.record.name
+            );
+            return Err(Problem::new(Code::Split, Blame::Request, message).hint(hint));
+        }
         borrowed.leaving.clear();
         self.agree(borrowed)
     }
@@ -208,7 +229,7 @@ impl Exchange<'_> {
     /// Has the record and who sends pages agree on who is leaving: the record first, where somebody lends.
     fn agree(&mut self, borrowed: Borrowed) -> Result<(), Problem> {
         self.store(borrowed.clone())?;
-        borrowed.lent().for_each(|(number, _)| self.split.leave_out(number, borrowed.leaving.contains(&number)));
+        self.split.leave_for(|number| borrowed.leaving.contains(&number) || borrowed.gone.contains(&number));
         Ok(())
     }
 
@@ -223,6 +244,12 @@ impl Exchange<'_> {
     }
 
     fn number_for(&self, borrowed: &mut Borrowed, host: &Place) -> Result<usize, Problem> {
+        self.check_newcomer(borrowed, host)?;
+        borrowed.welcome(host).ok_or_else(too_many)
+    }
+
+    /// Whether a memory host can be asked to lend beside those that do.
+    fn check_newcomer(&self, borrowed: &Borrowed, host: &Place) -> Result<(), Problem> {
         if !self.loans.has_back(borrowed.guest, host) {
             let message = format!("memory host {} has not been told yet that it has its memory back", host.name());
             return Err(Problem::new(Code::PeerUnreachable, Blame::Peer, message)
@@ -233,9 +260,7 @@ impl Exchange<'_> {
                 format!("memory host {} has pages of the guest under the number that it would get", host.name());
             return Err(invalid(message).hint("have the two that it is one of replaced by two others first"));
         }
-        borrowed.welcome(host).ok_or_else(|| {
-            invalid("that would be more memory hosts than a guest may have, those that are leaving among them")
-        })
+        Ok(())
     }
 
     /// Asks newcomers for what they are to lend; `asked` are those that may have granted it.
@@ -292,6 +317,10 @@ impl Exchange<'_> {
         self.record = record;
         Ok(())
     }
+}
+
+pub(super) fn too_many() -> Problem {
+    invalid("that would be more memory hosts than a guest may have, those that are leaving among them")
 }
 
 /// Why pages that are too many here do not leave, where memory hosts refuse them: they do so again.

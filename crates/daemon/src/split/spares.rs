@@ -1,5 +1,6 @@
 //! Memory hosts in the place of those that are gone for good. Of two that have the same pages one may not answer for so
-//! long that nobody waits for it any more: a spare takes its place, and is given what the other one has.
+//! long that nobody waits for it any more: a spare takes its place, and is given what the other one has. So, too, where
+//! there is parity; without a spare [the others](super::fewer) go on without it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use sterna_api::Problem;
 use sterna_engine::monitor::Monitor;
 
-use super::{Parting, Splits};
+use super::{Parting, Splits, fewer};
 use crate::machines::claim::Claimed;
 use crate::machines::hold::Hold;
 
@@ -32,9 +33,6 @@ type Silent = (String, String);
 /// Begins to have spares take the places of memory hosts that do not answer, on a thread of its own, for as long as
 /// this daemon runs.
 pub fn begin(splits: &Arc<Splits>, spares: Spares) {
-    if spares.peers.is_empty() {
-        return;
-    }
     let splits = Arc::clone(splits);
     let look = move || {
         let mut due = HashMap::new();
@@ -49,7 +47,7 @@ pub fn begin(splits: &Arc<Splits>, spares: Spares) {
 }
 
 /// Looks who does not answer, and replaces those whose time is over; `due` is when that is.
-fn replace_silent(splits: &Splits, spares: &Spares, due: &mut HashMap<Silent, Instant>) {
+fn replace_silent(splits: &Arc<Splits>, spares: &Spares, due: &mut HashMap<Silent, Instant>) {
     let now = Instant::now();
     let silent = silent(splits);
     due.retain(|known, _| silent.contains(known));
@@ -63,14 +61,35 @@ fn replace_silent(splits: &Splits, spares: &Spares, due: &mut HashMap<Silent, In
             Ok(Some(spare)) => {
                 tracing::warn!(vm = name, gone = peer, by = spare, "a memory host that did not answer was replaced");
             }
+            Ok(None) => begin_without(splits, name, peer),
+            // Somebody else is busy with it, or it is not split any more.
+            Err(problem) => tracing::debug!(vm = name, silent = peer, "{}", problem.with_causes()),
+        }
+    }
+}
+
+/// Has a machine go on without a memory host, in the background: this takes as long as all that it has away.
+fn begin_without(splits: &Arc<Splits>, name: String, peer: String) {
+    let splits = Arc::clone(splits);
+    let go_on = move || {
+        let record = splits.care.machines.table().get(&name).and_then(|entry| entry.record.clone());
+        let Some(split) = record.and_then(|record| record.split) else { return };
+        let silent: Vec<_> = silent(&splits).into_iter().filter(|(of, _)| *of == name).map(|(_, peer)| peer).collect();
+        match fewer::go_on_without(&splits, &name, &split, &silent) {
+            Ok(Some(redundancy)) => {
+                tracing::warn!(vm = name, gone = peer, ?redundancy, "its other memory hosts go on without one");
+            }
             Ok(None) => tracing::warn!(
                 vm = name,
                 silent = peer,
-                "no spare takes the place of a memory host that does not answer: its pages stay at one alone"
+                "nobody takes the place of a memory host that does not answer: another one that goes would cost pages"
             ),
             // Somebody else is busy with it, or it is not split any more.
             Err(problem) => tracing::debug!(vm = name, silent = peer, "{}", problem.with_causes()),
         }
+    };
+    if let Err(error) = std::thread::Builder::new().name("fewer".into()).spawn(go_on) {
+        tracing::error!(%error, "cannot start the thread that has a machine go on without a memory host");
     }
 }
 

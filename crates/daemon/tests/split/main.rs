@@ -6,6 +6,8 @@ mod mirrors;
 
 /// Memory hosts with parity.
 mod parity;
+/// Their redundancy is changed.
+mod redundancy;
 
 /// Machines that move while a part of their memory stays where it is.
 mod onward;

@@ -74,7 +74,7 @@ fn another_takes_the_place_of_one_of_three_that_has_gone() {
         let wanted = |here| with_parity(here, &three.map(|which| &lenders[which]));
         if !by_itself {
             let (status, refused) = host.ask("POST", SPLIT, Some(&wanted(16)));
-            assert!(status >= 400 && refused["code"] == "split", "it answers still: {status} {refused}");
+            assert!(status >= 400 && refused["code"] == "loan-refused", "it answers still: {status} {refused}");
         }
         lenders[gone].kill_daemon();
         let wanted = with_parity(16, &three.map(|which| &lenders[which]));
@@ -124,9 +124,11 @@ fn what_parity_cannot_do_is_refused_with_what_helps() {
     is_paid(&host, &all);
     done(&host, SPLIT, &with_parity(16, &all[..3]));
     is_whole(&host);
-    refused(&json!({ "here_bytes": 16 * MIB, "redundancy": "copies=2" }), "split", "parity is made when");
-    refused(&with_parity(16, &all), "split", "one at a time");
-    refused(&with_parity(16, &[all[0], all[1], all[3]]), "split", "one that does not answer");
+    // For a while they would lend what both need.
+    refused(&with_parity(16, &[all[0], all[1], all[3]]), "loan-refused", "left to lend");
+    let mut once = request(16, &[all[0]]);
+    once["redundancy"] = "none".into();
+    refused(&once, "loan-refused", "left to lend");
     // It goes on as it was.
     done(&host, SPLIT, &with_parity(20, &all[..3]));
     done(&host, MERGE, &Value::Null);

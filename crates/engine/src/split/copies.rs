@@ -43,7 +43,7 @@ impl Split {
                 Ok(())
             }
             Err(error) => {
-                if self.lenders.parity().is_some() {
+                if self.lenders.parity_at(member.number).is_some() {
                     // They are in the parity, or what is in the parity is there.
                     state.members[member.which].unsure = true;
                 } else if !self.is_silent_of_two(member) {
@@ -103,9 +103,9 @@ impl Split {
             let Some(mut state) = self.free_chunk(index) else { continue };
             let (chunk, known) = (ChunkIndex(index as u32), &state.members[member.which]);
             let copied = known.at.copied();
-            if self.lenders.parity().is_some() {
+            if let Some(parity) = self.lenders.parity_at(member.number) {
                 let is_there =
-                    self.host_by_parity(chunk).is_some_and(|number| self.members(chunk, number).contains(&member));
+                    self.is_of(chunk, member) && self.members(chunk, parity.host_of(chunk)).contains(&member);
                 if is_there && !copied.is_empty() && self.retire(lines, (chunk, &copied), &mut state).is_ok() {
                     given_up += copied.len();
                 }
@@ -174,7 +174,12 @@ impl Split {
                 later.push(chunk);
                 continue;
             };
-            if self.lenders.parity().is_some() {
+            if !self.is_of(chunk, member) {
+                // It is at others still, which are leaving.
+                later.push(chunk);
+                continue;
+            }
+            if self.lenders.parity_at(member.number).is_some() {
                 match self.retire_rests(lines, chunk, &mut state) {
                     Err(SplitError::Here(error)) => return Err(error.into()),
                     // Whoever touches those pages finds out.

@@ -212,6 +212,7 @@ impl Split {
             }
             wanted.next(&left, &waited, || self.has_room(TOGETHER));
         }
+        self.has_come(lines, number, chunk, state);
         Ok(true)
     }
 }

@@ -37,16 +37,20 @@ impl Split {
             return Ok(());
         }
         let gone = self.pager.forget(chunk)?;
-        if self.lenders.parity().is_some() {
+        if self.lenders.parity_at(number).is_some() {
             members.iter().for_each(|member| state.members[member.which].at.comes(&gone));
             return match self.retire(lines, (chunk, &gone), &mut state) {
                 Err(SplitError::Here(error)) => Err(error.into()),
                 // They are copies until then.
-                Err(_) | Ok(()) => Ok(()),
+                Err(_) | Ok(()) => {
+                    self.has_come(lines, number, chunk, &mut state);
+                    Ok(())
+                }
             };
         }
         state.came((number, members.len()), (&PageSet::EMPTY, &gone), &[]);
         members.into_iter().for_each(|member| self.release(lines, member, (chunk, &gone), &mut state));
+        self.has_come(lines, number, chunk, &mut state);
         Ok(())
     }
 }

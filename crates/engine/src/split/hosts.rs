@@ -22,8 +22,9 @@ use sterna_protocol::layout::ChunkIndex;
 use super::fetch::Wanted;
 use super::lender::{Lender, Member};
 use super::lines::Lines;
+use super::out::Copied;
 use super::pace::STEP;
-use super::{Split, SplitError, lock};
+use super::{Chunk, Split, SplitError, lock};
 use crate::error::MigrateError;
 use crate::paging::whereabouts::Holder;
 
@@ -37,7 +38,7 @@ impl Split {
     /// # Errors
     /// More memory hosts than a guest may have, no thread is left, or the epoch cannot be written down.
     pub fn add(self: &Arc<Self>, number: usize, lender: Lender) -> Result<(), SplitError> {
-        let is_free = number >= self.lenders.count() || self.lenders.is_leaving(number) && !self.has_pages(number);
+        let is_free = number >= self.lenders.count() || self.lenders.is_leaving(number) && !self.has_part(number);
         if !is_free || number >= Holder::MAX_HOSTS {
             return Err(MigrateError::Bug("a memory host with a number that is not free").into());
         }
@@ -45,6 +46,46 @@ impl Split {
             self.serve_from(number)?;
         }
         Ok(self.lenders.put(number, lender)?)
+    }
+
+    /// From now on pages leave for the memory hosts that are not `leaving`, and for no other. Those of the others come
+    /// when [`empty`](Self::empty) is called.
+    pub fn leave_for(&self, leaving: impl Fn(usize) -> bool) {
+        let (go, stay): (Vec<usize>, Vec<usize>) = (0..self.lenders.count()).partition(|number| leaving(*number));
+        // At no moment does a chunk leave for one and is taken for another's: while nobody is given anything, what is
+        // known of the copies of chunks that are all here is forgotten.
+        let changes = go.iter().any(|number| !self.lenders.is_leaving(*number));
+        go.into_iter().for_each(|number| self.leave_out(number, true));
+        if changes && self.lenders.has_parity() {
+            self.forget_copies_of_what_is_here();
+        }
+        stay.into_iter().for_each(|number| self.leave_out(number, false));
+    }
+
+    fn forget_copies_of_what_is_here(&self) {
+        for chunk in self.pager.ram().layout().iter() {
+            let mut state = self.chunk(chunk);
+            if self.host_of(chunk).is_none() {
+                state.forget_copies();
+            }
+        }
+    }
+
+    /// Pages of a chunk have come from memory hosts with this number. Where these are leaving and it has all come, what
+    /// they have of it is of no use any more. What their parity has and they have not goes before: others of the stripe
+    /// could not be done without it.
+    pub(super) fn has_come(&self, lines: &mut Lines<'_>, number: usize, chunk: ChunkIndex, state: &mut Chunk) {
+        if !self.lenders.is_leaving(number) || self.host_of(chunk).is_some() {
+            return;
+        }
+        if let Some(stripe) = self.lenders.parity_at(number) {
+            let two = (Member { number: stripe.host_of(chunk), which: 0 }, stripe.parity_of(chunk));
+            let orphans = state.members[1].at.copied().without(&state.members[0].at.copied());
+            if let Err(error) = self.fold_out(lines, two, (chunk, &orphans), state, &Copied::NOTHING) {
+                tracing::debug!(%error, "parity of memory hosts that are leaving stands for pages that they have not");
+            }
+        }
+        state.forget_copies();
     }
 
     /// A memory host is given nothing more from now on (`leaving`), or is again.
@@ -83,7 +124,7 @@ impl Split {
     ) -> Result<(), Problem> {
         let leaving = self.lenders.is_leaving(number);
         // Whoever has pages has parity, too.
-        let places = if self.lenders.parity().is_some() { vec![0, 1] } else { vec![which] };
+        let places = if lender.parity.is_some() { vec![0, 1] } else { vec![which] };
         let members: Vec<_> = places.into_iter().map(|which| Member { number, which }).collect();
         // What left for one alone while this is asked would be at one that goes.
         self.leave_out(number, true);
@@ -119,6 +160,14 @@ impl Split {
             0 => Ok(()),
             _ => Err(SplitError::Alone { peer: self.lenders.peer(member), pages }),
         }
+    }
+
+    /// Whether a memory host has pages that are nowhere else, or the parity of such pages.
+    pub(super) fn has_part(&self, number: usize) -> bool {
+        let Some(parity) = self.lenders.parity_at(number) else { return self.has_pages(number) };
+        // The number of one that has gone may be another's.
+        let is_of_it = |number: &usize| self.lenders.parity_at(*number).is_some_and(|other| other.is(&parity));
+        parity.numbers().filter(is_of_it).any(|number| self.has_pages(number))
     }
 
     /// Whether a memory host has pages that are nowhere else.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::store::Claim;
 use sterna_sys::host::random_u128;
 use xxhash_rust::xxh3::xxh3_128;
@@ -33,24 +34,98 @@ impl Member {
     }
 }
 
-/// What a host lends for the parity of pages that others have.
+/// What a host lends for the parity of pages that others have, and how that lies over them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parity {
     /// Of how many chunks, one after the other, a stripe is made.
     pub stripe: u32,
-    /// Over how many memory hosts the stripes lie: those with the first numbers, more of them than a stripe has chunks.
+    /// Over how many memory hosts the stripes lie, more of them than a stripe has chunks.
     pub hosts: usize,
+    /// Their numbers: a bit for each. None is set where they are the first ones.
+    #[serde(default)]
+    pub over: u16,
+    /// Which of a guest's it is, one after the other: the guest has other numbers at the memory hosts of each.
+    #[serde(default)]
+    pub turn: u32,
     /// How much it is asked for, bytes.
     pub bytes: u64,
-    /// This is the parity's part of the host by itself.
-    pub alone: bool,
+    /// What of the host this is.
+    #[serde(default)]
+    pub part: Part,
+}
+
+/// What of a host with parity: to a guest it is two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Part {
+    /// Both.
+    #[default]
+    Both,
+    /// What it lends for pages, by itself.
+    Pages,
+    /// What it lends for parity, by itself.
+    Parity,
 }
 
 impl Parity {
-    /// Of stripes of so many chunks over so many memory hosts, in so many bytes of each.
+    /// Of stripes of so many chunks over the first so many memory hosts, in so many bytes of each.
     #[must_use]
     pub fn new((stripe, hosts): (u32, usize), bytes: u64) -> Self {
-        Self { stripe, hosts, bytes, alone: false }
+        Self { stripe, hosts, over: 0, turn: 0, bytes, part: Part::Both }
+    }
+
+    /// Whether it can lie so over memory hosts with numbers below this.
+    #[must_use]
+    pub fn fits(&self, count: usize) -> bool {
+        let most = self.over.checked_ilog2().map_or(self.hosts, |last| last as usize + 1);
+        let named = self.over == 0 || self.over.count_ones() as usize == self.hosts;
+        named && (1..self.hosts).contains(&(self.stripe as usize)) && most <= count && most <= Holder::MAX_HOSTS
+    }
+
+    /// Whether this is the parity of the same pages, whatever is lent for it.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        let of = |one: &Self| (one.stripe, one.hosts, one.over, one.turn);
+        of(self) == of(other)
+    }
+
+    /// The numbers of the memory hosts that it lies over.
+    pub fn numbers(&self) -> impl Iterator<Item = usize> + use<> {
+        let (over, hosts) = (self.over, self.hosts);
+        (0..Holder::MAX_HOSTS).filter(move |number| if over == 0 { *number < hosts } else { over >> number & 1 == 1 })
+    }
+
+    /// What the guest's number at a part of a host follows from.
+    fn name_at(&self, peer: &str) -> String {
+        match (self.part, self.turn) {
+            (Part::Parity, 0) => format!("{peer}, parity"),
+            (_, 0) => peer.to_owned(),
+            (Part::Parity, turn) => format!("{peer}, parity {turn}"),
+            (_, turn) => format!("{peer}, pages {turn}"),
+        }
+    }
+
+    fn number_at(&self, place: usize) -> usize {
+        self.numbers().nth(place % self.hosts.max(1)).unwrap_or_default()
+    }
+
+    /// The number of the memory host that a chunk is at.
+    pub(super) fn host_of(&self, chunk: ChunkIndex) -> usize {
+        let (stripe, place) = (chunk.index() / self.stripe as usize, chunk.index() % self.stripe as usize);
+        self.number_at(stripe + 1 + place)
+    }
+
+    /// The memory host that has the parity of a chunk.
+    pub(super) fn parity_of(&self, chunk: ChunkIndex) -> Member {
+        Member { number: self.number_at(chunk.index() / self.stripe as usize), which: 1 }
+    }
+
+    /// The other chunks of a chunk's stripe, where the guest has so many.
+    pub(super) fn beside(&self, chunk: ChunkIndex, chunks: usize) -> impl Iterator<Item = ChunkIndex> + use<> {
+        let stripe = self.stripe as usize;
+        let first = chunk.index() / stripe * stripe;
+        let last = (first + stripe).min(chunks);
+        (first..last).map(|index| ChunkIndex(index as u32)).filter(move |other| *other != chunk)
     }
 }
 
@@ -80,8 +155,8 @@ impl Lender {
     /// not taken for a rest of what it was given under the other.
     #[must_use]
     pub fn number(&self, guest: u128) -> u128 {
-        if self.is_for_parity() {
-            return guest ^ xxh3_128(format!("{}, parity", self.peer).as_bytes());
+        if let Some(parity) = self.parity {
+            return guest ^ xxh3_128(parity.name_at(&self.peer).as_bytes());
         }
         let name = match self.once[0].as_ref().or(self.mirror.as_ref()) {
             Some(mirror) => xxh3_128(format!("{} {mirror}", self.peer).as_bytes()),
@@ -99,20 +174,16 @@ impl Lender {
 
     /// How many hosts it is.
     pub(super) fn count(&self) -> usize {
-        1 + usize::from(self.mirror.is_some() || self.parity.is_some_and(|parity| !parity.alone))
-    }
-
-    fn is_for_parity(&self) -> bool {
-        self.parity.is_some_and(|parity| parity.alone)
+        1 + usize::from(self.mirror.is_some() || self.parity.is_some_and(|parity| parity.part == Part::Both))
     }
 
     /// The one of this place among them.
     pub(super) fn member(&self, which: usize) -> Self {
         match (&self.mirror, self.parity) {
-            (None, Some(parity)) if which > 0 => {
-                Self { parity: Some(Parity { alone: true, ..parity }), bytes: parity.bytes, ..self.clone() }
+            (None, Some(parity)) if parity.part == Part::Both => {
+                let (part, bytes) = if which > 0 { (Part::Parity, parity.bytes) } else { (Part::Pages, self.bytes) };
+                Self { parity: Some(Parity { part, ..parity }), bytes, ..self.clone() }
             }
-            (None, Some(parity)) if !parity.alone => Self { parity: None, ..self.clone() },
             (Some(mirror), _) if which > 0 => {
                 let [first, second] = self.once.clone();
                 Self { peer: mirror.clone(), mirror: Some(self.peer.clone()), once: [second, first], ..self.clone() }
@@ -124,7 +195,7 @@ impl Lender {
     /// Calls it, not its mirror, for a guest of so many chunks, and asks for what it is to lend.
     pub(super) fn borrow(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
         let (claim, credentials) = (self.claim(claim), self.credentials.as_deref());
-        match self.parity.filter(|parity| parity.alone) {
+        match self.parity.filter(|parity| parity.part == Part::Parity) {
             Some(Parity { stripe, .. }) => {
                 MemoryHost::open_parity(&self.peer, credentials, session(), claim, self.bytes, (chunks, stripe))
             }

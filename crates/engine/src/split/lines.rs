@@ -88,7 +88,7 @@ impl Lenders {
             self.note_return(member);
         }
         // Pages and parity are at one host there: nobody else is to wait until that says nothing.
-        if is_silent && self.parity().is_some() {
+        if is_silent && self.parity_at(member.number).is_some() {
             let other = Member { which: 1 - member.which, ..member };
             self.silent[other.index()].store(true, Ordering::Release);
         }
@@ -114,9 +114,19 @@ impl Lenders {
         self.all().get(member.number).is_some_and(|lender| lender.count() > 1)
     }
 
-    /// How the parity lies, where there is some.
+    /// How the parity lies of what leaves, where there is some.
     pub(super) fn parity(&self) -> Option<Parity> {
-        self.all().first()?.parity
+        self.all().iter().find(|lender| !lender.leaving)?.parity
+    }
+
+    /// How the parity lies of what memory hosts of this number have, where there is some.
+    pub(super) fn parity_at(&self, number: usize) -> Option<Parity> {
+        self.all().get(number)?.parity
+    }
+
+    /// Whether there is parity anywhere.
+    pub(super) fn has_parity(&self) -> bool {
+        self.all().iter().any(|lender| lender.parity.is_some())
     }
 
     /// Whether a memory host is leaving, or has left.

@@ -28,7 +28,7 @@ impl Split {
                 break;
             }
             let mut state = self.chunk(chunk);
-            if self.lenders.parity().is_some() {
+            if self.lenders.parity_at(member.number).is_some() {
                 self.look_by_parity(lines, member, chunk, &mut state)?;
             } else if self.concerns(chunk, member) {
                 state.members[member.which].unasked = true;

@@ -113,7 +113,7 @@ use self::chunk::Chunk;
 use self::clock::Clock;
 pub use self::error::SplitError;
 use self::lender::Member;
-pub use self::lender::{Lender, Parity};
+pub use self::lender::{Lender, Parity, Part};
 pub use self::lines::Epochs;
 use self::lines::{Lenders, Lines};
 use self::pace::Pace;
@@ -211,9 +211,8 @@ impl Split {
             return Err(MigrateError::Bug("a guest with more memory hosts than it may have").into());
         }
         // Each chunk of a stripe is at another one, and so is its parity.
-        let holds =
-            |parity: Parity| (1..parity.hosts).contains(&(parity.stripe as usize)) && parity.hosts <= lenders.len();
-        if !lenders.iter().all(|lender| lender.parity.is_none_or(holds)) {
+        let fits = |lender: &Lender| lender.parity.is_none_or(|parity| parity.fits(lenders.len()));
+        if !lenders.iter().all(|lender| lender.leaving || fits(lender)) {
             return Err(MigrateError::Bug("parity over fewer memory hosts than it takes").into());
         }
         let chunks = pager.ram().layout().chunks();
@@ -246,7 +245,7 @@ impl Split {
             back: AtomicU64::new(0),
         };
         // Perhaps they have all that they lent back: an earlier daemon has told them, or this one is about to.
-        let gone = |number: &usize| split.lenders.is_leaving(*number) && !split.has_pages(*number);
+        let gone = |number: &usize| split.lenders.is_leaving(*number) && !split.has_part(*number);
         (0..split.lenders.count()).filter(gone).for_each(|number| split.see_off(number));
         Ok(Arc::new(split))
     }
@@ -352,9 +351,9 @@ impl Split {
     /// Those that have pages of a chunk, where a memory host of this number has them: whoever answered when it was last
     /// asked comes before one that did not.
     fn members(&self, chunk: ChunkIndex, number: usize) -> Vec<Member> {
-        match self.parity_of(chunk) {
+        match self.lenders.parity_at(number) {
             Some(parity) => {
-                let mut members = vec![Member { number, which: 0 }, parity];
+                let mut members = vec![Member { number, which: 0 }, parity.parity_of(chunk)];
                 members.sort_by_key(|member| self.lenders.is_silent(*member));
                 members
             }
@@ -415,6 +414,10 @@ impl Split {
         has: Option<(u64, PageSet)>,
     ) -> Result<(), SplitError> {
         let mine = self.concerns(chunk, member);
+        if !mine && !self.is_of(chunk, member) {
+            // It is leaving, and what it has of the chunk is nobody's. What is known is of others.
+            return Ok(());
+        }
         let away = if mine { self.pager.away_in(chunk) } else { PageSet::EMPTY };
         let mut there = if self.is_behind(chunk, member) { PageSet::EMPTY } else { away };
         let lost = there.without(&has.map_or(PageSet::EMPTY, |(_, pages)| pages));
@@ -429,7 +432,7 @@ impl Split {
             self.pager.left_alone(chunk, other)?;
             there = PageSet::EMPTY;
         }
-        if self.lenders.parity().is_some() {
+        if self.lenders.parity_at(member.number).is_some() {
             // What is in the parity must not be lost where it came from: both keep what is no longer away.
             state.members[member.which].at = self.found(there, has);
             // What those are is not known.

@@ -9,7 +9,7 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{InventoryEntry, Refusal};
 use sterna_sys::iovec::Outgoing;
 
-use super::lender::Member;
+use super::lender::{Member, Parity};
 use super::lines::Lines;
 use super::{Chunk, Split, SplitError};
 use crate::error::MigrateError;
@@ -47,16 +47,17 @@ impl Split {
         }
         // One that is leaving and has nothing any more may be gone for good.
         let asked =
-            (0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number) || self.has_pages(*number));
-        // By parity one of all may be away.
-        let mut may_be_away = usize::from(self.lenders.parity().is_some());
+            (0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number) || self.has_part(*number));
+        // By parity one of all that it lies over may be away.
+        let mut away: Vec<Parity> = Vec::new();
         for number in asked {
+            let parity = self.lenders.parity_at(number);
             let (mut answered, mut why) = (false, None);
             for member in self.lenders.members(number) {
                 match self.take_stock_of(&mut lines, member) {
                     Ok(()) => {
                         answered = true;
-                        if self.lenders.parity().is_some() {
+                        if parity.is_some() {
                             self.note_rests(member);
                             // What the parity stands for may be lost where it came from.
                             self.lenders.note_return(member);
@@ -72,7 +73,8 @@ impl Split {
                 }
             }
             if let Some(error) = why.filter(|_| !answered) {
-                may_be_away = may_be_away.checked_sub(1).ok_or(error)?;
+                let first = parity.filter(|parity| !away.iter().any(|other| other.is(parity)));
+                away.push(first.ok_or(error)?);
             }
         }
         Ok(())
@@ -192,7 +194,7 @@ impl WayOut<'_> {
         }
         // A copy of what has stayed, or is nothing any more, would be of no use the next time. But while one of two
         // does not answer, what both have copies of is what leaves for both.
-        if silent.is_empty() && split.lenders.parity().is_some() {
+        if silent.is_empty() && split.lenders.parity_at(number).is_some() {
             let stale = (0..answering.len()).fold(stayed, |all, which| all.or(&state.members[which].at.copied()));
             if let Err(error) = split.retire_known(&mut self.lines, (chunk, &stale), &mut state, &copied) {
                 tracing::debug!(%error, "the parity stands for pages that stayed");
@@ -250,7 +252,7 @@ impl WayOut<'_> {
         state: &mut Chunk,
         copied: &Copied,
     ) -> Result<(Vec<u64>, PageSet), SplitError> {
-        let has_parity = self.split.lenders.parity().is_some();
+        let has_parity = self.split.lenders.parity_at(members[0].number).is_some();
         if has_parity && members.len() > 1 {
             let stale = (0..members.len()).fold(PageSet::EMPTY, |stale, which| {
                 let unchanged = state.unchanged(which, &copied.full, &copied.bodies, self.split.digester);
@@ -308,8 +310,8 @@ impl WayOut<'_> {
         } else {
             self.split.give(&mut self.lines, member, (chunk, state), (sent, PageSet::EMPTY), &bodies)?
         };
-        if let Some(number) = self.split.host_by_parity(chunk) {
-            state.given((number, which), &sent, &kept);
+        if let Some(parity) = self.split.lenders.parity_at(member.number) {
+            state.given((parity.host_of(chunk), which), &sent, &kept);
         }
         let (mut known, mut kept) = (known.into_iter(), kept.into_iter());
         let of = |page| if unchanged.contains(page) { known.next() } else { kept.next() };

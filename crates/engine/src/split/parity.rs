@@ -79,34 +79,35 @@ fn fold_out_of(found: &mut Pages, pages: &PageSet, got: &Pages) {
 impl Split {
     /// Whether a memory host has parity, and no pages.
     pub(super) fn is_parity(&self, member: Member) -> bool {
-        member.which == 1 && self.lenders.parity().is_some()
+        member.which == 1 && self.lenders.parity_at(member.number).is_some()
     }
 
-    /// Whether the memory hosts have parity.
+    /// Whether the memory hosts that pages leave for have parity.
     #[must_use]
     pub fn has_parity(&self) -> bool {
         self.lenders.parity().is_some()
     }
 
-    /// Who has the parity of a chunk, where there is parity.
-    pub(super) fn parity_of(&self, chunk: ChunkIndex) -> Option<Member> {
-        let Parity { stripe, hosts, .. } = self.lenders.parity()?;
-        Some(Member { number: chunk.index() / stripe as usize % hosts, which: 1 })
+    /// How the parity of a chunk lies, where there is some: that of its pages that are away, or of those that leave.
+    /// What is known of the chunk is of these memory hosts.
+    pub(super) fn parity_for(&self, chunk: ChunkIndex) -> Option<Parity> {
+        match self.host_of(chunk) {
+            Some(number) => self.lenders.parity_at(number),
+            None => self.lenders.parity(),
+        }
+    }
+
+    /// Whether what is known of a chunk is of the memory hosts to which this one belongs, where some have parity.
+    pub(super) fn is_of(&self, chunk: ChunkIndex, member: Member) -> bool {
+        match (self.parity_for(chunk), self.lenders.parity_at(member.number)) {
+            (Some(one), Some(other)) => one.is(&other),
+            (one, other) => one.is_none() && other.is_none(),
+        }
     }
 
     /// The memory host that a chunk leaves for, where there is parity.
     pub(super) fn host_by_parity(&self, chunk: ChunkIndex) -> Option<usize> {
-        let Parity { stripe, hosts, .. } = self.lenders.parity()?;
-        let (stripe, place) = (chunk.index() / stripe as usize, chunk.index() % stripe as usize);
-        Some((stripe + 1 + place) % hosts)
-    }
-
-    /// The other chunks of a chunk's stripe.
-    fn beside(&self, chunk: ChunkIndex) -> impl Iterator<Item = ChunkIndex> {
-        let stripe = self.lenders.parity().map_or(1, |parity| parity.stripe as usize);
-        let first = chunk.index() / stripe * stripe;
-        let last = (first + stripe).min(self.chunks.len());
-        (first..last).map(|index| ChunkIndex(index as u32)).filter(move |other| *other != chunk)
+        Some(self.parity_for(chunk)?.host_of(chunk))
     }
 
     /// What is known of a chunk at a member that has been asked: these pages of it are away, and all else that it has
@@ -140,8 +141,8 @@ impl Split {
             let mut found = summed.parity;
             let folded = summed.others.into_iter().try_for_each(|(other, pages)| {
                 let known = ahead.iter().position(|(of, got)| *of == other && got.has(&pages));
-                let got =
-                    known.map_or_else(|| self.get_other(lines, (other, &pages)), |at| Ok(ahead.swap_remove(at).1));
+                let got = known
+                    .map_or_else(|| self.get_other(lines, parity, (other, &pages)), |at| Ok(ahead.swap_remove(at).1));
                 fold_out_of(&mut found, &pages, &got?);
                 Ok(())
             });
@@ -173,10 +174,12 @@ impl Split {
         parity: Member,
         (chunk, pages): (ChunkIndex, &PageSet),
     ) -> Vec<Asked> {
-        let asked = self.beside(chunk).filter_map(|other| {
-            let number = self.host_by_parity(other)?;
+        let stripe = self.lenders.parity_at(parity.number);
+        let others = stripe.into_iter().flat_map(|stripe| stripe.beside(chunk, self.chunks.len()));
+        let asked = others.filter_map(|other| {
+            let number = stripe?.host_of(other);
             // With a busy one something is done that changes what it has.
-            let state = self.free_chunk(other.index())?;
+            let state = self.free_chunk(other.index()).filter(|_| self.is_of(other, parity))?;
             let at = [&state.members[0], &state.members[parity.which]];
             let is_known = at.iter().all(|known| !known.unsure && !known.unasked);
             let [at_host, in_parity] = at.map(|known| known.at.away().or(&known.at.copied()));
@@ -190,8 +193,14 @@ impl Split {
     }
 
     /// Gets pages of another chunk of a stripe, in whatever version they are.
-    fn get_other(&self, lines: &mut Lines<'_>, (other, pages): (ChunkIndex, &PageSet)) -> Result<Pages, SplitError> {
-        let number = self.host_by_parity(other).filter(|_| other.index() < self.chunks.len());
+    fn get_other(
+        &self,
+        lines: &mut Lines<'_>,
+        parity: Member,
+        (other, pages): (ChunkIndex, &PageSet),
+    ) -> Result<Pages, SplitError> {
+        let stripe = self.lenders.parity_at(parity.number).filter(|_| other.index() < self.chunks.len());
+        let number = stripe.map(|stripe| stripe.host_of(other));
         let number = number.ok_or(MigrateError::Reply("parity of a chunk that the guest has not"))?;
         let member = Member { number, which: 0 };
         let got = lines.ask(member, |host| match host.held(other)? {
@@ -223,12 +232,12 @@ impl Split {
         state: &mut Chunk,
         known: &Copied,
     ) -> Result<(), SplitError> {
-        let (Some(number), Some(parity)) = (self.host_by_parity(chunk), self.parity_of(chunk)) else { return Ok(()) };
+        let Some(stripe) = self.parity_for(chunk) else { return Ok(()) };
         // Its next host may have been told that they are there.
         if self.still.is_on() {
             return Ok(());
         }
-        let host = Member { number, which: 0 };
+        let (host, parity) = (Member { number: stripe.host_of(chunk), which: 0 }, stripe.parity_of(chunk));
         match self.fold_out(lines, (host, parity), (chunk, pages), state, known) {
             Err(SplitError::Host { source, .. }) if says_otherwise(&source) => {
                 self.stripe_begins_anew(lines, parity, chunk, state)?;
@@ -247,7 +256,7 @@ impl Split {
     }
 
     /// Has the parity forget pages of a chunk, whose bodies come from the memory host, unless it has lost them.
-    fn fold_out(
+    pub(super) fn fold_out(
         &self,
         lines: &mut Lines<'_>,
         (host, parity): (Member, Member),
@@ -307,12 +316,13 @@ impl Split {
         chunk: ChunkIndex,
         state: &mut Chunk,
     ) -> Result<(), SplitError> {
-        let (Some(number), Some(parity)) = (self.host_by_parity(chunk), self.parity_of(chunk)) else { return Ok(()) };
-        if !self.members(chunk, number).contains(&member) {
+        let Some(stripe) = self.parity_for(chunk).filter(|_| self.is_of(chunk, member)) else { return Ok(()) };
+        let (host, parity) = (Member { number: stripe.host_of(chunk), which: 0 }, stripe.parity_of(chunk));
+        if ![host, parity].contains(&member) {
             return Ok(());
         }
         state.members[member.which].unasked = true;
-        for asked in [Member { number, which: 0 }, parity] {
+        for asked in [host, parity] {
             match self.make_sure(lines, asked, chunk, state) {
                 Ok(()) => {}
                 // Whoever touches those pages finds out.
@@ -325,9 +335,9 @@ impl Split {
     }
 
     /// Copies that the parity stands for, and that the memory host has not: they came by parity while it was behind.
-    fn orphans_of(&self, state: &Chunk) -> PageSet {
+    pub(super) fn orphans_of(&self, chunk: ChunkIndex, state: &Chunk) -> PageSet {
         let [at_host, in_parity] = [0, 1].map(|which| state.members[which].at);
-        match self.lenders.parity() {
+        match self.parity_for(chunk) {
             Some(_) => in_parity.copied().without(&at_host.copied().or(&at_host.away())),
             None => PageSet::EMPTY,
         }
@@ -336,10 +346,12 @@ impl Split {
     /// How many there are of them, where a chunk with which something is done counts as `busy` of them. As long as
     /// there are some, other chunks of their stripes cannot be done without.
     pub(super) fn orphans(&self, busy: u64) -> u64 {
-        let chunks = if self.lenders.parity().is_some() { self.chunks.len() } else { 0 };
+        let chunks = if self.lenders.has_parity() { self.chunks.len() as u32 } else { 0 };
         // Whoever asks is not to wait for a memory host.
-        let of = |index| self.free_chunk(index).map_or(busy, |state| self.orphans_of(&state).len() as u64);
-        (0..chunks).map(of).sum()
+        let of = |chunk: ChunkIndex| {
+            self.free_chunk(chunk.index()).map_or(busy, |state| self.orphans_of(chunk, &state).len() as u64)
+        };
+        (0..chunks).map(ChunkIndex).map(of).sum()
     }
 
     /// Has the parity forget them.
@@ -347,12 +359,12 @@ impl Split {
     /// # Errors
     /// [`SplitError`]; it is to be done once more.
     pub(super) fn retire_orphans(&self, lines: &mut Lines<'_>) -> Result<(), SplitError> {
-        let chunks = if self.lenders.parity().is_some() { self.chunks.len() } else { 0 };
-        for index in 0..chunks {
-            let Some(mut state) = self.free_chunk(index) else { continue };
-            let orphans = self.orphans_of(&state);
+        let chunks = if self.lenders.has_parity() { self.chunks.len() as u32 } else { 0 };
+        for chunk in (0..chunks).map(ChunkIndex) {
+            let Some(mut state) = self.free_chunk(chunk.index()) else { continue };
+            let orphans = self.orphans_of(chunk, &state);
             if !orphans.is_empty() {
-                self.retire(lines, (ChunkIndex(index as u32), &orphans), &mut state)?;
+                self.retire(lines, (chunk, &orphans), &mut state)?;
             }
         }
         Ok(())
@@ -388,9 +400,14 @@ impl Split {
     /// # Errors
     /// The map of missing pages cannot be written.
     pub(super) fn leave_parity_behind(&self, chunk: ChunkIndex) -> Result<bool, SplitError> {
-        let Some(parity) = self.parity_of(chunk) else { return Ok(true) };
-        for other in self.beside(chunk) {
+        let Some(stripe) = self.parity_for(chunk) else { return Ok(true) };
+        let parity = stripe.parity_of(chunk);
+        for other in stripe.beside(chunk, self.chunks.len()) {
             let Some(mut state) = self.free_chunk(other.index()) else { return Ok(false) };
+            if !self.is_of(other, parity) {
+                // It has left for others, and nobody needs it of this parity.
+                continue;
+            }
             if let Some(holder) = self.pager.holder(other) {
                 match holder.alone() {
                     Some(0) => {}

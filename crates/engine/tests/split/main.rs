@@ -38,6 +38,8 @@ mod lending;
 
 /// Memory hosts that are exchanged.
 mod hosts;
+/// The same, for others with another redundancy.
+mod layouts;
 
 /// A memory host that has not what it was given.
 mod lost;

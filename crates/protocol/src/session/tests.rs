@@ -95,7 +95,7 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
         Request::Tickets { given: vec![], shown: vec![] },
         Request::Kin(Kin { family: "f".into(), forked_from: None }),
         Request::Split(Box::new(split())),
-        Request::SplitParity(SplitParity { stripe: 2, hosts: 3, bytes: 1 }),
+        Request::SplitParity(SplitParity { stripe: 2, hosts: 3, over: 7, turn: 1, bytes: 1 }),
         Request::SmallPages,
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
