@@ -62,6 +62,14 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
+    /// A memory host did not do what it was asked to.
+    #[error("the memory host at {peer}: {reason}")]
+    MemoryHost {
+        /// Its address.
+        peer: String,
+        /// The reason.
+        reason: String,
+    },
     /// A request that is invalid.
     #[error("{0}")]
     Usage(String),

@@ -4,6 +4,9 @@
 /// The accelerator, which runs guests' processors.
 pub mod accelerator;
 
+/// Single pages of memory hosts, asked for without a guest.
+pub mod bare;
+
 /// QEMU's own migration.
 pub mod baseline;
 

@@ -2,7 +2,7 @@
 //! there.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
@@ -58,6 +58,30 @@ fn crates_that_must_stay_narrow_use_nothing_else() {
         let Some((_, allowed)) = NARROW.iter().find(|(name, _)| *name == dependency.of) else { continue };
         let known = allowed.contains(&dependency.name.as_str()) || dependency.name.starts_with("sterna-");
         assert!(known, "{} must not depend on {}", dependency.of, dependency.name);
+    }
+}
+
+/// Whatever is compared with Sterna is measured from outside. A bare request is a memory host's client.
+#[test]
+fn only_a_bare_request_uses_the_engine_in_the_experiments() {
+    let sources = root().join("crates/bench/src");
+    let mut users = Vec::new();
+    find_users(&sources, &mut users);
+    assert_eq!(users, [sources.join("bare.rs")]);
+}
+
+/// The files below a directory that use the engine or its rules.
+fn find_users(directory: &Path, users: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(directory).expect("a directory of the crate").flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            find_users(&path, users);
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).expect("a file that was just listed");
+        if ["sterna_engine", "sterna_protocol"].iter().any(|name| text.contains(name)) {
+            users.push(path);
+        }
     }
 }
 

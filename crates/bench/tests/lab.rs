@@ -4,10 +4,13 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use sterna_bench::bare::Bare;
 use sterna_bench::command::PATIENCE;
+use sterna_bench::gang::lab_with;
 use sterna_bench::lab::{self, LabConfig, cgroup, net, state};
 use sterna_bench::load::transfer;
-use sterna_bench::{Lab, command};
+use sterna_bench::sterna::sterna;
+use sterna_bench::{Lab, command, tools};
 
 /// Whether this machine can have a lab; says why where it cannot.
 fn can_have_a_lab() -> bool {
@@ -205,4 +208,42 @@ fn a_link_without_a_rate_is_far_faster_than_any_that_has_one() {
         measured > 300e6
     };
     assert!((0..20).any(fast), "never faster");
+}
+
+#[test]
+fn bare_requests_are_answered_and_what_was_lent_for_them_is_given_back() {
+    if !can_have_a_lab() {
+        return;
+    }
+    if let Err(error) = tools::sternad().and(tools::sterna()).and(tools::agent()) {
+        return eprintln!("skipped: {error}");
+    }
+    let mut lab = lab_with(config("bare"), 1, "lend_memory = \"2M\"\n").unwrap();
+    let from = lab.host("a").unwrap().clone();
+    let peers = ["a", "b"].map(|name| lab.host(name).unwrap().listen());
+    let borrowers = |lab: &Lab| {
+        ["a", "b"].map(|name| {
+            let text = command::output(sterna(lab.host(name).unwrap()).unwrap().args(["lent", "--json"])).unwrap();
+            let lent: serde_json::Value = serde_json::from_str(&text).unwrap();
+            lent["guests"].as_array().unwrap().len()
+        })
+    };
+    let mut bare = Bare::open(&from, &peers).unwrap();
+    assert_eq!(borrowers(&lab), [1, 1]);
+    let took = bare.ask(Duration::from_millis(300)).unwrap();
+    assert!((5..=60).contains(&took.count()), "{} requests, one every 5 ms", took.count());
+    assert!(took.quantile(0.0).unwrap() > 1e3, "an answer comes over a network: {took}");
+    drop(bare);
+    assert_eq!(borrowers(&lab), [0, 0]);
+
+    // Also where the connection breaks meanwhile.
+    let mut bare = Bare::open(&from, &peers).unwrap();
+    lab.kill_daemon("b");
+    lab.start_daemon("b").unwrap();
+    let error = bare.ask(Duration::from_secs(1)).unwrap_err().to_string();
+    assert!(error.contains(&peers[1]), "{error}");
+    assert_eq!(borrowers(&lab), [1, 1]);
+    drop(bare);
+    assert_eq!(borrowers(&lab), [0, 0]);
+    lab.down().unwrap();
 }

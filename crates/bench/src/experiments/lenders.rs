@@ -16,12 +16,14 @@ use crate::trial::Qemu;
 pub(super) const MIB: u64 = 1 << 20;
 /// What each memory host lends, MiB.
 const LENT_MIB: u64 = 400;
+/// What it has beside, for [bare requests](crate::bare), MiB.
+const BESIDE_MIB: u64 = 2;
 /// The program whose work is measured.
 pub(super) const PROGRAM: &str = "TOUCHER";
 
 /// The lab: guests run on `a`; `b` and `c` lend memory.
 pub(super) fn lab() -> Result<Lab> {
-    lab_of(&["a", "b", "c"], 1, LENT_MIB)
+    lab_of(&["a", "b", "c"], 1, LENT_MIB + BESIDE_MIB)
 }
 
 /// The same with `d`, where guests go; each memory host lends so many MiB.
