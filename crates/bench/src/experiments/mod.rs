@@ -60,6 +60,9 @@ pub mod gang_return;
 /// Speed in huge pages: at rest, watched, after a cancel and where a guest has come.
 pub mod huge_pages;
 
+/// The fastest that a program could be whose memory is elsewhere in part.
+mod ideal;
+
 /// Figures that are derived from runs to judge them.
 mod judge;
 
