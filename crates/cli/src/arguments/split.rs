@@ -33,8 +33,8 @@ pub struct Split {
     /// and so on. With parity, which takes three or more that lend the same, each page is at one, and what is at it can
     /// be had from the others; a third of what they lend goes into that with three, a quarter with four, a fifth with
     /// more. Either way any one of them may go down for good, and the guest runs on. It can be changed while the guest
-    /// runs; for a while memory hosts lend what both need then. Without this option: one, or as it is for a machine that
-    /// is split already.
+    /// runs; for a while memory hosts lend what both need then. Without this option: one, or as it is for a machine
+    /// that is split already.
     #[arg(long, value_name = "none|copies=2|parity", value_parser = redundancy)]
     pub redundancy: Option<Redundancy>,
     /// Where pages belong that the guest does not use: track (nowhere), or ignore (where any other page would be)
