@@ -1,6 +1,6 @@
 //! Memory hosts in the place of those that are gone for good. Of two that have the same pages one may not answer for so
 //! long that nobody waits for it any more: a spare takes its place, and is given what the other one has. So, too, where
-//! there is parity; without a spare [the others](crate::split::fewer) go on without it.
+//! there is parity; without a spare the others go on without it (`fewer.rs`).
 
 use std::collections::HashMap;
 use std::sync::Arc;
