@@ -52,7 +52,7 @@ fn kept(hosts: &[LendingHost]) -> u64 {
 }
 
 /// What is known as copies goes, in the end.
-pub fn keeps_nothing(split: &Arc<Split>, hosts: &[LendingHost]) {
+fn keeps_nothing(split: &Arc<Split>, hosts: &[LendingHost]) {
     split.keep_to(Room::of(u64::MAX)).unwrap();
     until("no memory host has anything", || kept(hosts) == 0);
 }
