@@ -2,6 +2,8 @@
 
 /// Daemons are killed at each step.
 mod killed;
+/// Another redundancy.
+mod redundancy;
 
 use std::time::Duration;
 
