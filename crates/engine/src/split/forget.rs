@@ -39,13 +39,15 @@ impl Split {
         let gone = self.pager.forget(chunk)?;
         if self.lenders.parity_at(number).is_some() {
             members.iter().for_each(|member| state.members[member.which].at.comes(&gone));
+            if self.lenders.is_leaving(number) {
+                // The parity of other chunks stands on them, until all of it is given back.
+                self.has_come(lines, number, chunk, &mut state);
+                return Ok(());
+            }
             return match self.retire(lines, (chunk, &gone), &mut state) {
                 Err(SplitError::Here(error)) => Err(error.into()),
                 // They are copies until then.
-                Err(_) | Ok(()) => {
-                    self.has_come(lines, number, chunk, &mut state);
-                    Ok(())
-                }
+                Err(_) | Ok(()) => Ok(()),
             };
         }
         state.came((number, members.len()), (&PageSet::EMPTY, &gone), &[]);

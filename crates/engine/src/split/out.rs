@@ -217,7 +217,11 @@ impl WayOut<'_> {
     /// Whether a chunk may leave for one of two alone, while the other one does not answer. For the parity alone
     /// nothing does: it would stand for what no memory host has.
     fn may_leave_for_one(&self, chunk: ChunkIndex, member: Member) -> Result<bool, SplitError> {
-        Ok(!self.split.is_parity(member) && self.split.leave_parity_behind(chunk)?)
+        match self.split.lenders.parity_at(member.number) {
+            _ if self.split.is_parity(member) => Ok(false),
+            Some(stripe) => self.split.leave_parity_behind(stripe.parity_of(chunk), chunk),
+            None => Ok(true),
+        }
     }
 
     /// The pages of a chunk that are somewhere, and here, as the guest has them at some moment each.

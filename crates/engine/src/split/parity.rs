@@ -399,9 +399,8 @@ impl Split {
     ///
     /// # Errors
     /// The map of missing pages cannot be written.
-    pub(super) fn leave_parity_behind(&self, chunk: ChunkIndex) -> Result<bool, SplitError> {
-        let Some(stripe) = self.parity_for(chunk) else { return Ok(true) };
-        let parity = stripe.parity_of(chunk);
+    pub(super) fn leave_parity_behind(&self, parity: Member, chunk: ChunkIndex) -> Result<bool, SplitError> {
+        let Some(stripe) = self.lenders.parity_at(parity.number) else { return Ok(true) };
         for other in stripe.beside(chunk, self.chunks.len()) {
             let Some(mut state) = self.free_chunk(other.index()) else { return Ok(false) };
             if !self.is_of(other, parity) {
@@ -444,7 +443,7 @@ impl Split {
         if state.members[parity.which].at.copied().is_empty() {
             return Ok(true);
         }
-        if !self.leave_parity_behind(chunk)? {
+        if !self.leave_parity_behind(parity, chunk)? {
             return Ok(false);
         }
         lines.ask(parity, |host| host.reset(chunk)).map_err(|error| self.failed(parity, error))?;

@@ -220,3 +220,44 @@ fn the_next_daemon_goes_on_with_an_exchange_that_it_finds() {
         (Over::Each(&[0, 1]), Fault::DaemonDies),
     ]);
 }
+
+/// What the guest gives back of what is at memory hosts that are leaving is nowhere from then on, and their parity
+/// brings all else, whichever of them is gone.
+#[test]
+fn what_a_guest_gives_back_while_its_memory_hosts_are_exchanged_is_zeros_and_nothing_else_is() {
+    if !tracking_works() {
+        return;
+    }
+    for gone in 0..3 {
+        let (guest, hosts) = (Guest::new(), [(); HOSTS].map(|()| LendingHost::to_guests_of(4 * CHUNKS)));
+        let split = guest.split_over(super::parity::with_parity(&hosts[..3]));
+        send_all(&split, 0);
+        is_whole(&split);
+        let (key, epoch) = (GUEST.1, guest.epochs.raise().unwrap());
+        let lender = Lender { leaving: true, ..hosts[3].lender() };
+        borrow(&lender, Claim { guest: GUEST.0, key, epoch }, CHUNKS).unwrap();
+        split.add(3, lender).unwrap();
+        split.leave_for(|number| number < 3);
+        // All that is away of the second chunk, and a page of the fourth.
+        let given_back: Vec<u64> = (256..512).chain([1000]).collect();
+        let (device, inode) = guest.ram().files().unwrap()[0];
+        for page in &given_back {
+            let discard = Discard { device, inode, offset: page * PAGE_BYTES as u64, length: PAGE_BYTES as u64 };
+            guest.discards.lock().unwrap().push(discard);
+        }
+        split.keep_to(room()).unwrap();
+        let left = || {
+            split.pager().away_in(ChunkIndex(1)).len() + usize::from(split.pager().away_in(ChunkIndex(3)).contains(232))
+        };
+        until("it is nowhere", || left() == 0);
+        loses_all(&hosts[gone]);
+        hosts[gone].relay.cut();
+        (0..3).for_each(|number| split.empty(number, &|| Ok(())).unwrap());
+        split.merge(&|| Ok(())).unwrap();
+        for page in 0..PAGES {
+            let is = if given_back.contains(&page) { 0 } else { expected(page) };
+            assert_eq!(word(&guest.ram.mapping, page), is, "page {page}");
+        }
+        split.end();
+    }
+}
