@@ -93,6 +93,8 @@ fn is_whole(site: &mut Site, attempt: Attempt, what: &str) {
     println!("{what}: exit status {}, it has moved: {moved}", answer.code);
     site.nothing_is_left_there();
     site.is_heard_of();
+    // Before, it is not moved again.
+    site.eventually("its memory hosts have answered", || ask(site, &words_over(site, HERE, &[])).code == 0);
     assert!(away(site).is_some_and(|pages| pages > 0), "{what}: nothing of it is away");
 }
 
