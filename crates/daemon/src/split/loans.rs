@@ -6,8 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use sterna_engine::split::Epochs;
 use sterna_engine::split::loans::give_back;
+use sterna_engine::split::{Epochs, Lender};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_sys::host::random_u128;
 
@@ -62,9 +62,11 @@ struct Owed {
 }
 
 impl Owed {
+    /// Whether one of this place has memory of a guest that it was not told is its own again, whatever for: it may have
+    /// none left to lend until then.
     fn owes(&self, guest: u128, place: &Place) -> bool {
         let of_guest = self.debts.iter().filter(|debt| debt.borrowed.guest == guest);
-        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| place.has(host))
+        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| place.members().any(|one| one.peer == host.peer))
     }
 }
 
@@ -202,23 +204,28 @@ impl Loans {
     /// What is left of a debt; `None` where everybody has been told.
     fn pay_one(&self, debt: &Debt) -> Option<Debt> {
         let Debt { vm, epoch, borrowed, warned, .. } = debt;
-        let lenders = borrowed.lenders(self.credentials.as_ref());
-        let mut left = borrowed.clone();
-        for lender in lenders {
-            match give_back(&lender, borrowed.claim(*epoch), borrowed.chunks) {
-                Ok(()) => {
-                    tracing::info!(vm, peer = lender.peer, "what it lent is given back");
-                    left.hosts.retain(|host| (&host.peer, &host.mirror) != (&lender.peer, &lender.mirror));
-                }
-                Err(error) if *warned => tracing::debug!(vm, peer = lender.peer, %error, "not told yet"),
-                Err(error) => {
-                    tracing::warn!(
-                        vm, peer = lender.peer, %error,
-                        "a memory host was not told that it has its memory back: it will be"
-                    );
-                }
+        let is_left = |lender: &Lender| match give_back(lender, borrowed.claim(*epoch), borrowed.chunks) {
+            Ok(()) => {
+                tracing::info!(vm, peer = lender.peer, "what it lent is given back");
+                false
             }
-        }
+            Err(error) if *warned => {
+                tracing::debug!(vm, peer = lender.peer, %error, "not told yet");
+                true
+            }
+            Err(error) => {
+                tracing::warn!(
+                    vm, peer = lender.peer, %error,
+                    "a memory host was not told that it has its memory back: it will be"
+                );
+                true
+            }
+        };
+        // Each by itself: one with parity is owed twice, and may be back between the two.
+        let lenders = borrowed.lenders(self.credentials.as_ref());
+        let each = borrowed.hosts.iter().zip(&lenders);
+        let hosts = each.filter(|(_, lender)| is_left(lender)).map(|(host, _)| host.clone()).collect();
+        let left = Borrowed { hosts, ..borrowed.clone() };
         let left = Debt { borrowed: left, warned: true, ..debt.clone() };
         if left.borrowed != debt.borrowed
             && !left.borrowed.hosts.is_empty()
@@ -247,5 +254,51 @@ fn remove(path: &Path) {
         && error.kind() != std::io::ErrorKind::NotFound
     {
         tracing::warn!(path = %path.display(), %error, "cannot remove the record of a debt that is paid");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use sterna_api::split::{MemoryHost, Redundancy};
+    use sterna_engine::split::Part;
+    use sterna_engine::store::Store;
+    use sterna_engine::store::serve::serve;
+    use sterna_engine::transport::answer;
+    use sterna_protocol::store::most_bytes;
+
+    use super::*;
+
+    /// A memory host with parity is owed for pages and for parity. It was back between the two, and kept the first for
+    /// ever. (Seen so.)
+    #[test]
+    fn a_memory_host_that_is_back_between_its_two_parts_is_told_of_the_first_as_well() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = listener.local_addr().unwrap().to_string();
+        let store = Arc::new(Store::open(&dir.path().join("lent"), "lender".into(), most_bytes(8)).unwrap());
+        std::thread::spawn(move || {
+            // It is away for the first call.
+            for call in listener.incoming().skip(1) {
+                let (call, store) = (call.unwrap(), Arc::clone(&store));
+                std::thread::spawn(move || {
+                    let (connection, hello) = answer(call, None).unwrap();
+                    let _ = serve(connection, hello.key, &store, || u64::MAX);
+                });
+            }
+        });
+        let memory = [peer, "c:1".into(), "d:1".into()].map(|peer| MemoryHost { peer, bytes: most_bytes(3) });
+        let places = Place::of(&memory, Redundancy::Parity).unwrap();
+        let borrowed =
+            Borrowed { guest: 1, key: 2, chunks: 3, hosts: places[0].loans().collect(), ..Borrowed::default() };
+        let path = dir.path().join("debt.json");
+        let debt = Debt { vm: "m".into(), epoch: 1, borrowed, warned: false, path };
+        let loans = Loans::new(dir.path().into(), None);
+        let left = loans.pay_one(&debt).expect("it was away");
+        let parts: Vec<_> =
+            left.borrowed.hosts.iter().filter_map(|host| host.parity).map(|parity| parity.part).collect();
+        assert_eq!(parts, [Part::Pages]);
+        assert!(loans.pay_one(&left).is_none());
     }
 }
