@@ -57,16 +57,21 @@ impl Split {
         let changes = go.iter().any(|number| !self.lenders.is_leaving(*number));
         go.into_iter().for_each(|number| self.leave_out(number, true));
         if changes && self.lenders.has_parity() {
-            self.forget_copies_of_what_is_here();
+            self.know_nothing_of_what_is_here();
+            // They may have had pages before, and have rests of these in their parity.
+            let members = stay.iter().flat_map(|number| self.lenders.members(*number));
+            members.for_each(|member| self.lenders.note_return(member));
         }
         stay.into_iter().for_each(|number| self.leave_out(number, false));
     }
 
-    fn forget_copies_of_what_is_here(&self) {
+    /// Whoever is given a chunk next is asked before what it has of it.
+    fn know_nothing_of_what_is_here(&self) {
         for chunk in self.pager.ram().layout().iter() {
             let mut state = self.chunk(chunk);
             if self.host_of(chunk).is_none() {
                 state.forget_copies();
+                state.members.iter_mut().for_each(|known| known.unasked = true);
             }
         }
     }
@@ -86,6 +91,8 @@ impl Split {
             }
         }
         state.forget_copies();
+        // Those that pages leave for may have had some of it once.
+        state.members.iter_mut().for_each(|known| known.unasked = true);
     }
 
     /// A memory host is given nothing more from now on (`leaving`), or is again.

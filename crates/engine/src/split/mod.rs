@@ -212,7 +212,7 @@ impl Split {
         }
         // Each chunk of a stripe is at another one, and so is its parity.
         let fits = |lender: &Lender| lender.parity.is_none_or(|parity| parity.fits(lenders.len()));
-        if !lenders.iter().all(|lender| lender.leaving || fits(lender)) {
+        if !lenders.iter().all(fits) {
             return Err(MigrateError::Bug("parity over fewer memory hosts than it takes").into());
         }
         let chunks = pager.ram().layout().chunks();

@@ -261,3 +261,49 @@ fn what_a_guest_gives_back_while_its_memory_hosts_are_exchanged_is_zeros_and_not
         split.end();
     }
 }
+
+/// Pages have left for others, and do so no more: what the former ones had of them counts no more, in their parity
+/// neither, and any one of them may go again.
+#[test]
+fn an_exchange_that_is_taken_back_leaves_the_former_hosts_with_parity_of_what_they_have() {
+    if !tracking_works() {
+        return;
+    }
+    for gone in 0..3 {
+        let (guest, hosts) = (Guest::new(), [(); HOSTS].map(|()| LendingHost::to_guests_of(4 * CHUNKS)));
+        let split = guest.split_over(super::parity::with_parity(&hosts[..3]));
+        split.keep_to(room()).unwrap();
+        let checking = Checking::start(&guest, 3);
+        let (key, epoch) = (GUEST.1, guest.epochs.raise().unwrap());
+        let lender = Lender { leaving: true, ..hosts[3].lender() };
+        borrow(&lender, Claim { guest: GUEST.0, key, epoch }, CHUNKS).unwrap();
+        split.add(3, lender).unwrap();
+        for _ in 0..3 {
+            checking.goes_on(100);
+            is_whole(&split);
+            split.leave_for(|number| number < 3);
+            // Until some of it has left for the other one.
+            let some = || if split.has_pages(3) { Err(MigrateError::Cancelled) } else { Ok(()) };
+            for number in 0..3 {
+                let _ = split.empty(number, &some);
+            }
+            assert!(split.has_pages(3));
+            split.leave_for(|number| number == 3);
+            split.empty(3, &|| Ok(())).unwrap();
+            while !(0..3).any(|number| split.has_pages(number)) {
+                checking.goes_on(20);
+            }
+            is_whole(&split);
+            loses_all(&hosts[gone]);
+            hosts[gone].relay.cut();
+            checking.goes_on(100);
+            hosts[gone].relay.restore();
+        }
+        is_whole(&split);
+        loses_all(&hosts[gone]);
+        hosts[gone].relay.cut();
+        split.merge(&|| Ok(())).unwrap();
+        checking.end();
+        split.end();
+    }
+}
