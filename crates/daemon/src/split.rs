@@ -397,7 +397,8 @@ fn ended_by(mut problem: Problem, undone: Result<(), Problem>) -> (Status, Optio
     }
     if let Err(why) = undone {
         problem.cause.push(format!("and it is not as it was before: {}", why.with_causes()));
-        problem = problem.hint("'sterna merge' brings all of it here once its memory hosts answer");
+        let merge = || "'sterna merge' brings all of it here once its memory hosts answer".to_owned();
+        problem = problem.hint(why.hint.unwrap_or_else(merge));
     }
     (status, Some(problem))
 }

@@ -37,6 +37,11 @@ pub struct Place {
 /// The most chunks of a stripe: of more than so many memory hosts one that has gone would be asked for at each of them.
 const WIDEST: usize = 4;
 
+/// Of how many chunks a stripe is made over so many memory hosts.
+fn stripe_over(hosts: usize) -> u32 {
+    hosts.saturating_sub(1).clamp(1, WIDEST) as u32
+}
+
 impl Place {
     /// These memory hosts: each alone, or the first and the second together, the third and the fourth, and so on.
     ///
@@ -83,7 +88,7 @@ impl Place {
                 first.peer, other.peer
             )));
         }
-        let stripe = WIDEST.min(hosts - 1) as u32;
+        let stripe = stripe_over(hosts);
         let of = |host: &MemoryHost| {
             // In whole chunks: of what is left over nobody could use anything.
             let chunks = host.bytes / most_bytes(1);
@@ -93,6 +98,19 @@ impl Place {
             Self { peer: host.peer.clone(), bytes, mirror: None, once: Default::default(), parity }
         };
         Ok(memory.iter().map(of).collect())
+    }
+
+    /// How much each of so many memory hosts lends where all have room for so many bytes of pages: in whole chunks,
+    /// with what goes into parity or copies.
+    #[must_use]
+    pub fn bytes_of_each(hosts: usize, redundancy: Redundancy, pages: u64) -> u64 {
+        let places = if redundancy == Redundancy::Mirrored { hosts / 2 } else { hosts };
+        let chunks = pages.div_ceil(most_bytes(1)).div_ceil(places.max(1) as u64);
+        let for_parity = match redundancy {
+            Redundancy::Parity => chunks.div_ceil(u64::from(stripe_over(hosts))),
+            _ => 0,
+        };
+        (chunks + for_parity) * most_bytes(1)
     }
 
     /// What is borrowed of it: of one with parity that for pages and that for parity, else as
@@ -172,6 +190,11 @@ impl Place {
     #[must_use]
     pub fn all_bytes(&self) -> u64 {
         self.bytes + self.parity.filter(|parity| parity.part == Part::Both).map_or(0, |parity| parity.bytes)
+    }
+
+    /// Which of the guest's parities it has, one after the other, where it has some.
+    fn turn(&self) -> Option<u32> {
+        self.parity.map(|parity| parity.turn)
     }
 
     /// Its name, for people.
@@ -273,17 +296,14 @@ impl Borrowed {
     /// were before others were named.
     #[must_use]
     pub fn numbers_of(&self, wanted: &[Place]) -> Option<BTreeSet<usize>> {
-        let known = |wanted: &Place| {
-            let same = |place: &Place| place.is(wanted) && place.all_bytes() == wanted.all_bytes();
-            self.lent().filter(|(_, place)| same(place)).map(|(number, _)| number).collect::<Vec<_>>()
-        };
-        let parity = |number: usize| self.hosts[number].parity.map(|parity| parity.turn);
-        let first = known(wanted.first()?);
-        first.into_iter().find_map(|first| {
-            let of_it = |all: Vec<usize>| all.into_iter().find(|number| parity(*number) == parity(first));
-            let numbers = wanted.iter().map(|host| of_it(known(host))).collect::<Option<BTreeSet<_>>>()?;
-            let all = self.lent().filter(|(number, _)| parity(*number) == parity(first)).count();
-            (parity(first).is_none() || all == numbers.len()).then_some(numbers)
+        let turns: BTreeSet<_> = self.lent().map(|(_, place)| place.turn()).collect();
+        turns.into_iter().find_map(|turn| {
+            let of_it: Vec<_> = self.lent().filter(|(_, place)| place.turn() == turn).collect();
+            let is = |place: &Place, wanted: &Place| place.is(wanted) && place.all_bytes() == wanted.all_bytes();
+            let number = |wanted| of_it.iter().find(|(_, place)| is(place, wanted)).map(|(number, _)| *number);
+            let numbers = wanted.iter().map(number).collect::<Option<BTreeSet<_>>>()?;
+            let all = turn.is_none() || numbers.len() == of_it.len();
+            (all && !numbers.is_empty()).then_some(numbers)
         })
     }
 
@@ -297,10 +317,9 @@ impl Borrowed {
     /// Numbers of which all are given up at once: those with the parity of each other's pages, or one by itself.
     #[must_use]
     pub fn together(&self, number: usize) -> BTreeSet<usize> {
-        let turn = |number: usize| Some(self.hosts.get(number)?.parity?.turn);
-        match turn(number) {
-            Some(_) => self.lent().map(|(other, _)| other).filter(|other| turn(*other) == turn(number)).collect(),
+        match self.hosts.get(number).and_then(Place::turn) {
             None => BTreeSet::from([number]),
+            turn => self.lent().filter(|(_, place)| place.turn() == turn).map(|(number, _)| number).collect(),
         }
     }
 

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use sterna_api::split::{MemoryHost, Redundancy};
 use sterna_api::{Code, Problem, SplitReport, SplitRequest};
 use sterna_engine::monitor::Monitor;
-use sterna_protocol::store::most_bytes;
 
 use super::Splits;
 use crate::machines::borrowed::{Borrowed, Place};
@@ -27,12 +26,9 @@ fn ways(borrowed: &Borrowed, silent: &[String]) -> Vec<(Redundancy, Vec<MemoryHo
 /// What each of these memory hosts is to lend for all to have room for so many bytes of pages: as much as there was
 /// before. `None` where they cannot have this redundancy.
 fn lending(left: &[MemoryHost], redundancy: Redundancy, pages: u64) -> Option<Vec<MemoryHost>> {
-    let most = pages.div_ceil(most_bytes(1)) * left.len().max(1) as u64;
-    (1..=most).map(|chunks| chunks * most_bytes(1)).find_map(|bytes| {
-        let asked: Vec<_> = left.iter().map(|host| MemoryHost { bytes, peer: host.peer.clone() }).collect();
-        let places = Place::of(&asked, redundancy).ok()?;
-        (places.iter().map(|place| place.bytes).sum::<u64>() >= pages).then_some(asked)
-    })
+    let bytes = Place::bytes_of_each(left.len(), redundancy, pages);
+    let asked: Vec<_> = left.iter().map(|host| MemoryHost { bytes, peer: host.peer.clone() }).collect();
+    Place::of(&asked, redundancy).ok().map(|_| asked)
 }
 
 /// Has a machine go on without a memory host that does not answer. How much redundancy it has then; `None` where the
@@ -68,6 +64,8 @@ pub(super) fn go_on_without(
 
 #[cfg(test)]
 mod tests {
+    use sterna_protocol::store::most_bytes;
+
     use super::*;
 
     fn borrowed(hosts: &[&str], chunks: u64) -> Borrowed {

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_api::Problem;
+use sterna_api::{Code, Problem};
 use sterna_engine::monitor::Monitor;
 
 use super::{Parting, Splits, fewer};
@@ -84,8 +84,16 @@ fn begin_without(splits: &Arc<Splits>, name: String, peer: String) {
                 silent = peer,
                 "nobody takes the place of a memory host that does not answer: another one that goes would cost pages"
             ),
-            // Somebody else is busy with it, or it is not split any more.
-            Err(problem) => tracing::debug!(vm = name, silent = peer, "{}", problem.with_causes()),
+            // Somebody else does something with it. It is tried again.
+            Err(problem) if problem.code == Code::VmBusy => {
+                tracing::debug!(vm = name, silent = peer, "{}", problem.with_causes());
+            }
+            Err(problem) => tracing::warn!(
+                vm = name,
+                silent = peer,
+                "its other memory hosts do not go on without one: {}",
+                problem.with_causes()
+            ),
         }
     };
     if let Err(error) = std::thread::Builder::new().name("fewer".into()).spawn(go_on) {
@@ -102,6 +110,9 @@ fn silent(splits: &Splits) -> Vec<Silent> {
 
 /// The spare that has taken the place of a machine's memory host; `None` where none lends what is needed.
 fn replace_by_spare(splits: &Splits, name: &str, peer: &str, spares: &[String]) -> Result<Option<String>, Problem> {
+    if spares.is_empty() {
+        return Ok(None);
+    }
     let what = "another memory host takes the place of one that does not answer";
     let hold = Hold::busy(Parting { what, monitor: Arc::new(Monitor::new(name)) });
     let claimed = Claimed::new(&splits.care.machines, name, hold)?;

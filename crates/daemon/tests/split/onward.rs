@@ -38,7 +38,7 @@ fn answered(host: &Host) {
 }
 
 /// Brings the machine together, once its memory hosts have answered whoever has it now.
-fn merged(host: &Host) {
+pub fn merged(host: &Host) {
     eventually("it can be merged", || {
         let (status, report) = host.ask("POST", MERGE, None);
         assert!(status != 200 || report["status"] == "completed", "{report}\n{}", host.log());

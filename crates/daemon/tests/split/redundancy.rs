@@ -1,18 +1,29 @@
 //! The redundancy of a machine that is split is changed while its guest runs, and so is over how many memory hosts its
 //! parity lies.
 
-use super::parity::{is_whole, with_parity};
+use super::onward::merged;
+use super::parity::is_whole;
 use super::*;
 
 fn lenders<const COUNT: usize>() -> [Host; COUNT] {
     [(); COUNT].map(|()| lender(128))
 }
 
-/// The request to have each page at one of these.
-fn at_one(lenders: &[&Host]) -> Value {
+/// What each of them lends.
+const EACH: u64 = 50 * (MIB + 4096);
+
+/// The request to have 16 MiB here, and the rest over these hosts.
+fn over(lenders: &[&Host], redundancy: &str) -> Value {
     let mut request = request(16, lenders);
-    request["redundancy"] = "none".into();
+    request["redundancy"] = redundancy.into();
     request
+}
+
+/// A machine with more content than may be here: some of it is away, however often all of it comes and leaves.
+fn run_fuller(host: &Host) {
+    host.run_full("m");
+    let ram = File::options().write(true).open(host.ram_of("m")).expect("its RAM");
+    ram.write_all_at(&content(host), FULL.end).expect("room");
 }
 
 fn addresses(lenders: &[&Host]) -> Vec<String> {
@@ -26,15 +37,15 @@ fn the_redundancy_of_a_machine_is_changed_and_so_is_over_how_many_hosts_its_pari
     }
     let (mut host, four) = (Host::start(), lenders::<4>());
     let [a, b, c, d] = four.each_ref();
-    host.run_full("m");
+    run_fuller(&host);
     let before = content(&host);
-    done(&host, SPLIT, &request(16, &[a, b]));
+    done(&host, SPLIT, &over(&[a, b], "none"));
     let steps = [
-        (with_parity(16, &[a, b, c]), vec![a, b, c], "parity"),
-        (mirrored(16, &[a, c]), vec![a, c], "copies=2"),
-        (with_parity(16, &four.each_ref()), vec![a, b, c, d], "parity"),
-        (with_parity(16, &[d, b, a]), vec![d, b, a], "parity"),
-        (at_one(&[b, c]), vec![b, c], "none"),
+        (over(&[a, b, c], "parity"), vec![a, b, c], "parity"),
+        (over(&[a, c], "copies=2"), vec![a, c], "copies=2"),
+        (over(&four.each_ref(), "parity"), vec![a, b, c, d], "parity"),
+        (over(&[d, b, a], "parity"), vec![d, b, a], "parity"),
+        (over(&[b, c], "none"), vec![b, c], "none"),
     ];
     for (turn, (wanted, has, redundancy)) in steps.into_iter().enumerate() {
         done(&host, SPLIT, &wanted);
@@ -69,16 +80,14 @@ fn parity_lies_over_fewer_hosts_where_one_is_gone_for_good() {
         return;
     }
     let (host, mut four) = (Host::start(), lenders::<4>());
-    host.run_full("m");
+    run_fuller(&host);
     let before = content(&host);
-    done(&host, SPLIT, &with_parity(16, &four.each_ref()));
+    done(&host, SPLIT, &over(&four.each_ref(), "parity"));
     is_whole(&host);
     four[2].kill_daemon();
-    done(&host, SPLIT, &with_parity(16, &[&four[0], &four[1], &four[3]]));
+    done(&host, SPLIT, &over(&[&four[0], &four[1], &four[3]], "parity"));
     is_whole(&host);
-    eventually("what was lent before is back", || {
-        [1, 3].iter().all(|which| lent(&four[*which]).0 == 50 * (MIB + 4096))
-    });
+    eventually("what was lent before is back", || [1, 3].iter().all(|which| lent(&four[*which]).0 == EACH));
     four[0].kill_daemon();
     done(&host, SPLIT, &mirrored(16, &[&four[1], &four[3]]));
     four[1].kill_daemon();
@@ -95,9 +104,9 @@ fn a_machine_goes_on_without_memory_hosts_by_itself_one_after_the_other() {
         return;
     }
     let (host, mut four) = (Host::configured("spare_after = '0s'"), [(); 4].map(|()| lender(256)));
-    host.run_full("m");
+    run_fuller(&host);
     let before = content(&host);
-    done(&host, SPLIT, &with_parity(16, &four.each_ref()));
+    done(&host, SPLIT, &over(&four.each_ref(), "parity"));
     is_whole(&host);
     let has = |four: &[Host; 4], which: &[usize], redundancy: &str| {
         let split = host.get("/v1/vms/m")["split"].clone();
@@ -124,21 +133,23 @@ fn a_change_of_redundancy_that_was_called_off_is_gone_on_with_or_taken_back() {
         return;
     }
     let (mut host, mut all) = (Host::start(), lenders::<5>());
-    host.run_full("m");
+    run_fuller(&host);
     let before = content(&host);
-    let first = |all: &[Host; 5]| with_parity(16, &[&all[0], &all[1], &all[2]]);
+    let first = |all: &[Host; 5]| over(&[&all[0], &all[1], &all[2]], "parity");
     let peers = |all: &[Host; 5], which: &[usize]| which.iter().map(|one| all[*one].address()).collect::<Vec<_>>();
     done(&host, SPLIT, &first(&all));
     is_whole(&host);
     for goes_back in [true, false] {
         [0, 1].iter().for_each(|which| all[*which].kill_daemon());
-        let asked = at_one(&[&all[3], &all[4]]);
+        let asked = over(&[&all[3], &all[4]], "none");
         std::thread::scope(|scope| {
             let asking = scope.spawn(|| host.ask("POST", SPLIT, Some(&asked)));
             eventually("the former ones are leaving", || memory_of(&host).1 == peers(&all, &[0, 1, 2]));
             assert_eq!(host.ask("POST", "/v1/vms/m/cancel", None).0, 202);
             let report = asking.join().expect("an answer").1;
             assert!(report["status"] == "cancelled" && report.to_string().contains("stays with them"), "{report}");
+            let hint = report["error"]["hint"].as_str().unwrap_or_default();
+            assert!(hint.contains("goes on with it") && hint.contains("goes back"), "{report}");
         });
         assert_eq!(memory_of(&host), (peers(&all, &[3, 4]), peers(&all, &[0, 1, 2])));
         let (status, problem) = host.ask("POST", "/v1/migrations", Some(&json!({ "vms": ["m"], "to": "127.0.0.1:1" })));
@@ -156,7 +167,7 @@ fn a_change_of_redundancy_that_was_called_off_is_gone_on_with_or_taken_back() {
             is_paid(&host, &[&all[0], &all[1], &all[2]]);
         }
     }
-    eventually("it can be merged", || host.ask("POST", MERGE, None).0 == 200);
+    merged(&host);
     is_as_before(&host, &before);
     is_paid(&host, &all.each_ref());
 }
