@@ -51,6 +51,18 @@ impl Here {
         (0..PAGES).for_each(|page| assert_eq!(word(&self.mapping, page), expected(page), "page {page}"));
     }
 
+    /// It has come to a host, and its guest goes on there; who had it before has ended. The next owner's epochs follow
+    /// this one's, which is so far the last of so many.
+    pub fn moved(&mut self, host: &Destination, moving: &Moving, way: &mut Way, owners: u64) -> Checking {
+        let former = std::mem::replace(self, arrived(host));
+        assert!(self.split.pager().missing() > 0, "there was nothing to stay");
+        let checking = moving.goes_on(self);
+        former.split.end();
+        self.split.keep_to(room()).unwrap();
+        way.epochs = Counter(Arc::new(AtomicU64::new(owners * OWNERS)));
+        checking
+    }
+
     pub fn outgoing(&self, vmm: SourceVmm) -> Outgoing {
         let ram = GuestRam {
             file: self.file.try_clone().unwrap(),
@@ -137,7 +149,7 @@ impl Moving {
     }
 
     /// It goes on where it is now.
-    pub fn goes_on(&self, here: &Here) -> Checking {
+    fn goes_on(&self, here: &Here) -> Checking {
         self.starts_at(&here.mapping);
         self.runs()
     }
@@ -268,12 +280,7 @@ fn a_guest_that_goes_on_writing_moves_from_host_to_host_and_what_is_away_stays_t
         assert_eq!((report.status, fate), (Status::Completed, Fate::There), "{:?}", report.error);
         let (stay, travel) = (here.split.pager().missing(), report.pages.full);
         println!("turn {turn}: {stay} pages stay, {travel} travel in {} rounds", report.rounds.len());
-        let former = std::mem::replace(&mut here, arrived(&host));
-        assert!(here.split.pager().missing() > 0, "there was nothing to stay");
-        checking = moving.goes_on(&here);
-        former.split.end();
-        here.split.keep_to(room()).unwrap();
-        way.epochs = Counter(Arc::new(AtomicU64::new(turn * OWNERS)));
+        checking = here.moved(&host, &moving, &mut way, turn);
     }
     here.split.merge(&|| Ok(())).unwrap();
     checking.end();

@@ -4,7 +4,7 @@
 use sterna_engine::source::Fate;
 
 use super::mirror::loses_all;
-use super::onward::{Here, IN_USE, Moving, OWNERS, Way, arrived, next, pages_go_and_come, room, run};
+use super::onward::{Here, IN_USE, Moving, Way, next, pages_go_and_come, room, run};
 use super::pair::source::SourceVmm;
 use super::parity::{is_whole, three, with_parity};
 use super::*;
@@ -54,12 +54,7 @@ fn a_guest_with_parity_moves_on_whatever_becomes_of_one_of_three() {
             }
             let (fate, report) = run(here.outgoing(vmm), &peer);
             assert_eq!(fate, Fate::There, "{loss:?} of {gone}: {:?}", report.error);
-            let former = std::mem::replace(&mut here, arrived(&host));
-            assert!(here.split.pager().missing() > 0, "there was nothing to stay");
-            checking = moving.goes_on(&here);
-            former.split.end();
-            here.split.keep_to(room()).unwrap();
-            way.epochs = Counter(Arc::new(AtomicU64::new(turn * OWNERS)));
+            checking = here.moved(&host, &moving, &mut way, turn);
             checking.goes_on(100);
             hosts[gone].relay.restore();
             // What it lacks is made anew where the guest is now; then any other may go.

@@ -237,6 +237,33 @@ fn is_to_ask_again(answer: &Answer) -> bool {
         .any(|words| answer.stderr.contains(words))
 }
 
+/// Memory hosts are exchanged by these words, and the daemon of one of `hosts` dies within so many milliseconds, and is
+/// back. Returns which it was, and how the work ended.
+fn a_daemon_dies_meanwhile(
+    site: &mut Site,
+    random: &mut Random,
+    words: &[String],
+    hosts: &[&str],
+    within_ms: u64,
+) -> String {
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let running = Attempt::run(site.here(), &words);
+    std::thread::sleep(Duration::from_millis(random.below(within_ms)));
+    let host = hosts[random.below(hosts.len() as u64) as usize];
+    site.kill_daemon(host);
+    if host != "a" {
+        std::thread::sleep(Duration::from_millis(random.below(500)));
+        site.start_daemon(host);
+    }
+    let answer = running.end();
+    if host == "a" {
+        assert!([0, 5].contains(&answer.code) || is_to_ask_again(&answer), "{answer:#?}");
+        site.start_daemon(host);
+    }
+    site.checker_is_well();
+    format!("{host} killed: exit status {}", answer.code)
+}
+
 /// The guest writes on, and each of its daemons dies at any moment.
 #[test]
 fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
@@ -253,22 +280,8 @@ fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
     for round in 0..times(5, 60) {
         turn = (turn + 1 + random.below(2) as usize) % ways.len();
         let words = words_over(&site, HERE, ways[turn]);
-        let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let running = Attempt::run(site.here(), &words);
-        std::thread::sleep(Duration::from_millis(random.below(600)));
-        let host = ["a", "a", "b", "c"][random.below(4) as usize];
-        site.kill_daemon(host);
-        if host != "a" {
-            std::thread::sleep(Duration::from_millis(random.below(500)));
-            site.start_daemon(host);
-        }
-        let answer = running.end();
-        println!("round {round}: {:?}, daemon of {host} killed: exit status {}", ways[turn], answer.code);
-        if host == "a" {
-            assert!([0, 5].contains(&answer.code) || is_to_ask_again(&answer), "{answer:#?}");
-            site.start_daemon(host);
-        }
-        site.checker_is_well();
+        let died = a_daemon_dies_meanwhile(&mut site, &mut random, &words, &["a", "a", "b", "c"], 600);
+        println!("round {round}: {:?}, daemon of {died}", ways[turn]);
     }
     // Whatever state that is: all of them are told what is to be.
     for way in ways {

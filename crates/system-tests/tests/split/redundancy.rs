@@ -35,22 +35,8 @@ fn redundancy_is_changed_under_a_guest_that_writes_whoever_dies() {
     for round in 0..times(5, 60) {
         turn = (turn + 1 + random.below(4) as usize) % ways.len();
         let words = words(&site, ways[turn]);
-        let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let running = Attempt::run(site.here(), &words);
-        std::thread::sleep(Duration::from_millis(random.below(900)));
-        let host = ["a", "a", "b", "c", "d", "e"][random.below(6) as usize];
-        site.kill_daemon(host);
-        if host != "a" {
-            std::thread::sleep(Duration::from_millis(random.below(500)));
-            site.start_daemon(host);
-        }
-        let answer = running.end();
-        println!("round {round}: {:?}, daemon of {host} killed: exit status {}", ways[turn], answer.code);
-        if host == "a" {
-            assert!([0, 5].contains(&answer.code) || is_to_ask_again(&answer), "{answer:#?}");
-            site.start_daemon(host);
-        }
-        site.checker_is_well();
+        let died = a_daemon_dies_meanwhile(&mut site, &mut random, &words, &["a", "a", "b", "c", "d", "e"], 900);
+        println!("round {round}: {:?}, daemon of {died}", ways[turn]);
     }
     for way in ways {
         site.eventually("it has what it is told to", || ask(&site, &words(&site, way)).code == 0);
