@@ -29,6 +29,7 @@ use sterna_engine::faults::fence::Fence;
 use sterna_engine::memory::Memory;
 use sterna_engine::memory::shared::SharedMemory;
 use sterna_engine::monitor::Monitor;
+use sterna_engine::paging::supplier::Whose;
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_engine::reclaim::ReclaimError;
 use sterna_introspect::Unfit;
@@ -315,7 +316,7 @@ fn come(pager: &Pager, chunk: ChunkIndex, pages: PageSet, byte: u8) {
     let bodies = vec![byte; pages.len() * 4096];
     let arrival =
         Arrival { chunk, bodies: &[(pages, &bodies)], zero: PageSet::EMPTY, pooled: None, suspect: PageSet::EMPTY };
-    pager.place(&arrival).unwrap();
+    pager.place(Whose::Source, &arrival).unwrap();
 }
 
 /// Takes memory of a guest that runs before all its pages are here.

@@ -8,7 +8,7 @@ use sterna_protocol::layout::PageIndex;
 use sterna_protocol::message::{self, PageRequest};
 
 use crate::paging::Pager;
-use crate::paging::supplier::Supplier;
+use crate::paging::supplier::{Supplier, Whose};
 use crate::transport::connection::{Connection, HangUp};
 
 /// One session with the source.
@@ -68,7 +68,7 @@ impl<'a> SourceOf<'a> {
         if !self.attached {
             self.attached = true;
             self.heard();
-            self.pager.attach(&self.supplier());
+            self.pager.attach(Whose::Source, &self.supplier());
         }
     }
 

@@ -136,7 +136,7 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
             if *id == session.id.0 && (1..=MAX_STREAMS).contains(streams) =>
         {
             // A page that follows would be at a third place.
-            let postcopy = *postcopy && split.is_none() && session.agreed.features.contains(Features::POSTCOPY);
+            let postcopy = *postcopy && session.agreed.features.contains(Features::POSTCOPY);
             let (spec, streams, verify) = (VmSpec { kin, split, small_pages, ..(**spec).clone() }, *streams, *verify);
             Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining, tickets, clone }))
         }

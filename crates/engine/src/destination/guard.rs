@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use sterna_api::Problem;
 use sterna_protocol::frame::Digester;
+use sterna_protocol::pages::PageMap;
 
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming, MigrationId};
@@ -49,16 +50,20 @@ impl<'a> Guard<'a> {
         opened.map(|pager| self.pager = Some(pager)).err()
     }
 
-    /// All pages have come but those that are at memory hosts: those are held back from now on, and brought as the
-    /// devices' loading needs them. Nothing for a machine that is not split.
-    pub(super) fn begin_elsewhere(&mut self, elsewhere: Option<&Elsewhere>) -> Result<(), MigrateError> {
-        let Some(handed) = self.incoming().split.take() else { return Ok(()) };
+    /// All pages have come but those that are at memory hosts and those that `follow`: both are held back from now on,
+    /// and brought as the devices' loading needs them. Whether that is a machine that is split; of any other nothing is
+    /// done.
+    pub(super) fn begin_elsewhere(
+        &mut self,
+        elsewhere: Option<&Elsewhere>,
+        follow: &PageMap,
+    ) -> Result<bool, MigrateError> {
+        let Some(handed) = self.incoming().split.take() else { return Ok(false) };
         let elsewhere = elsewhere.ok_or(MigrateError::Request("a machine that is split without its map"))?;
         let pager = self.pager.clone().ok_or(MigrateError::Bug("a machine that is split without a pager"))?;
-        let split =
-            Split::arriving(pager, handed, elsewhere).map_err(|error| MigrateError::MemoryHost(error.problem()))?;
-        self.split = Some(split);
-        Ok(())
+        let split = Split::arriving(pager, handed, elsewhere, follow.clone());
+        self.split = Some(split.map_err(|error| MigrateError::MemoryHost(error.problem()))?);
+        Ok(true)
     }
 
     /// Ends the pager, because no page follows the guest: from now on its RAM is as any process's.

@@ -145,8 +145,8 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
         let result = arrived.and_then(|pager| {
             let Some(pager) = pager else { return Ok(()) };
             match &landing.spec.split {
-                Some(_) => landing.session.compare(&pager),
-                None => landing.session.page_in(&pager, landing.source.as_ref(), placer, arrivals),
+                Some(_) if landing.whole => landing.session.compare(&pager),
+                _ => landing.session.page_in(&pager, landing.source.as_ref(), placer, arrivals),
             }
         });
         if let Err(error) = &result {

@@ -55,7 +55,7 @@ impl Session<'_> {
         let mut source = SourceOf::new(&pager, requests, self.key.key, hang_up);
         self.with_receivers(connections.pages, Some(urgent), (&placer, &arrivals), &Crew::default(), |session| {
             source.attach();
-            tracing::info!(migration = %id, missing = pager.missing(), "the source of the guest's pages is there again");
+            tracing::info!(migration = %id, missing = pager.to_come(), "the source of the guest's pages is there again");
             session.page_in(&pager, Some(&source), &placer, &arrivals)
         })
     }
@@ -88,8 +88,8 @@ impl Session<'_> {
                 source.heard();
             }
             let reply = match &request {
-                Request::Paging => Ok(Reply::Paging { missing: pager.missing(), faults: pager.fault_count() }),
-                Request::Missing { first } => residue::part(&pager.missing_pages(), pager.ram().layout(), *first)
+                Request::Paging => Ok(Reply::Paging { missing: pager.to_come(), faults: pager.fault_count() }),
+                Request::Missing { first } => residue::part(&pager.pages_to_come(), pager.ram().layout(), *first)
                     .map(Reply::Missing)
                     .ok_or(MigrateError::Request("missing pages of chunks that this machine does not have")),
                 Request::Complete { verify } => {
@@ -150,7 +150,7 @@ impl Session<'_> {
                 return Err(MigrateError::Peer(Problem::new(
                     Code::PagesMissing,
                     Blame::Peer,
-                    format!("the source says that all pages are sent, and {} have not come", pager.missing()),
+                    format!("the source says that all pages are sent, and {} have not come", pager.to_come()),
                 )));
             }
         }
@@ -169,12 +169,16 @@ impl Session<'_> {
         Ok(Reply::Completed(Box::new(account)))
     }
 
-    /// Ends the paging: every page is here.
+    /// Ends the paging: no page is at the source any more. That of a split guest goes on.
     fn finish(&self, pager: &Arc<Pager>) {
-        if pager.missing() == 0 {
-            pager.end();
-            self.host.paged(self.id);
+        if pager.to_come() > 0 {
+            return;
         }
+        match pager.is_split() {
+            true => pager.nothing_is_compared(),
+            false => pager.end(),
+        }
+        self.host.paged(self.id);
     }
 }
 

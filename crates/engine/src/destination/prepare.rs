@@ -59,14 +59,13 @@ pub(super) fn prepare<'a>(
     };
     let mut guard = Guard::new(host, session.id, incoming);
     host.takes_along(session.id, tickets);
-    // Of a split guest no page follows, so there is no other comparison than the one afterwards.
+    // Of a split guest there is no other comparison than the one afterwards.
     let noted = verify_after || *verify && !split;
     let no_pager = guard.open_pager(&ram, noted.then(|| session.digester()));
     if let Some(problem) = no_pager.as_ref().filter(|_| split) {
         guard.end();
         return refuse(session, request, problem.clone());
     }
-    let no_postcopy = if split { Some(split_alone()) } else { no_pager };
     let membership = match joining.as_ref().map(|joining| enter(joining, &ram, guard.pager.as_ref())).transpose() {
         Ok(membership) => membership,
         Err(problem) => {
@@ -79,7 +78,7 @@ pub(super) fn prepare<'a>(
         qemu: guard.incoming().qemu_version.clone(),
         sterna: env!("CARGO_PKG_VERSION").into(),
         layout: ram.layout().digest(),
-        no_postcopy,
+        no_postcopy: no_pager,
     };
     session.control.answer(request, &accepted)?;
     match set_up(session, &mut guard, *streams, *postcopy) {
@@ -95,12 +94,6 @@ pub(super) fn prepare<'a>(
             Err(error)
         }
     }
-}
-
-/// Why no page of a split guest may follow it.
-fn split_alone() -> Problem {
-    let message = "a part of its pages is at memory hosts already: no others may follow it";
-    Problem::new(Code::Split, Blame::Request, message)
 }
 
 fn refuse<T>(session: &mut Session, request: &Request, problem: Problem) -> Result<Option<T>, MigrateError> {

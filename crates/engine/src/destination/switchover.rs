@@ -72,10 +72,10 @@ fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> 
         tracing::debug!("the last pages are there");
         landing.whole = true;
         let elsewhere = landing.elsewhere.take();
-        landing.guard.begin_elsewhere(elsewhere.as_ref())?;
+        let nothing = PageMap::empty(landing.placer.layout());
         // The devices' loading is the first that may write RAM: each page is noted before. Of a split guest it is so
         // already.
-        let is_split = landing.guard.split.is_some();
+        let is_split = landing.guard.begin_elsewhere(elsewhere.as_ref(), &nothing)?;
         if let Some(pager) = landing.guard.pager.as_ref().filter(|_| landing.verify_after && !is_split) {
             pager.begin_whole()?;
         }
@@ -98,14 +98,17 @@ fn load(landing: &mut Landing) -> Result<Reply, MigrateError> {
 
 /// Loads the devices once the residue is known. The loading may itself need missing pages.
 fn load_postcopy(landing: &mut Landing, residue: PageMap) -> Result<Reply, MigrateError> {
-    let (Some(pager), Some(source)) = (&landing.guard.pager, &mut landing.source) else {
+    let (Some(pager), Some(source)) = (landing.guard.pager.clone(), &mut landing.source) else {
         return Err(MigrateError::Request("pages that follow the guest were not agreed on"));
     };
     // The others would be shown as they are here.
     if !landing.told {
         return Err(MigrateError::Damaged(MAX_SUSPECTS));
     }
-    pager.begin(residue)?;
+    let elsewhere = landing.elsewhere.take();
+    if !landing.guard.begin_elsewhere(elsewhere.as_ref(), &residue)? {
+        pager.begin(residue)?;
+    }
     source.attach();
     landing.held.release();
     load(landing)
@@ -163,10 +166,11 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
         if let Err(error) = split.pager().map_ahead(session.host.may_haste()) {
             tracing::info!(%error, "pages are not mapped ahead");
         }
-        let compared = verify_after.then(|| Arc::clone(split.pager()));
+        let pager = Arc::clone(split.pager());
+        let follows = (!*whole).then(|| Arc::clone(&pager));
         session.host.took_over(session.id, split);
-        session.host.started(session.id, incoming, None, failed);
-        return compared.map_or_else(|| answered.map(|()| None), |pager| Ok(Some(pager)));
+        session.host.started(session.id, incoming, follows.clone(), failed);
+        return if follows.is_some() || *verify_after { Ok(Some(pager)) } else { answered.map(|()| None) };
     }
     let Some(pager) = pager else {
         drop(haste);

@@ -4,6 +4,7 @@ use super::arrival::{Arrival, Pooled};
 use crate::error::MigrateError;
 use crate::memory::Memory;
 use crate::paging::Pager;
+use crate::paging::supplier::Whose;
 
 /// The RAM that pages are put into.
 pub(super) enum Target<'a> {
@@ -25,7 +26,10 @@ impl<'a> Target<'a> {
     /// What the kernel refused, or the VMM did not do.
     pub(super) fn put(&self, arrival: &Arrival) -> Result<(), MigrateError> {
         match self {
-            Self::Running(pager) => pager.place(arrival),
+            Self::Running(pager) => {
+                pager.wait_for_room(arrival.chunk, &arrival.pages());
+                pager.place(Whose::Source, arrival)
+            }
             Self::Still(ram, pager) => {
                 let Arrival { chunk, bodies, zero, pooled, .. } = arrival;
                 if !zero.is_empty() {

@@ -7,19 +7,21 @@ use sterna_protocol::pages::PageSet;
 
 use super::Pager;
 use super::claim::Claim;
+use super::supplier::Whose;
 use crate::destination::arrival::{Arrival, Pooled};
 use crate::error::MigrateError;
 use crate::memory::PoolRun;
 
 impl Pager {
     /// Puts bodies and zeros into their places, and lets the guest see them. Pages that have arrived before are left as
-    /// the guest has them now; discarded pages become holes.
+    /// the guest has them now; discarded pages become holes. What comes from one side is no answer to what is at the
+    /// other: a page that came from the source, was written and has left since is not what its source had.
     ///
     /// # Errors
     /// No memory, or the VMM has ended. What was not placed is still missing.
-    pub fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
+    pub fn place(&self, whose: Whose, arrival: &Arrival) -> Result<(), MigrateError> {
         let Arrival { chunk, bodies, zero, pooled, .. } = *arrival;
-        let claim = Claim::of_missing(self, chunk, &arrival.pages());
+        let claim = Claim::of_missing(self, whose, chunk, &arrival.pages());
         // The pages are missing, so the guest has not written them since the discard.
         let unwanted = self.unwanted(chunk);
         let zero = zero.or(&unwanted).and(&claim.pages);

@@ -5,6 +5,7 @@ use std::time::Instant;
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::PageSet;
 
+use super::supplier::Whose;
 use super::{Pager, Waiter};
 use crate::error::MigrateError;
 
@@ -17,19 +18,25 @@ pub(super) struct Claim<'a> {
 }
 
 impl<'a> Claim<'a> {
-    /// Those of these pages that are missing and that nobody has claimed; the others count as duplicates.
-    pub(super) fn of_missing(pager: &'a Pager, chunk: ChunkIndex, wanted: &PageSet) -> Self {
+    /// Those of these pages that are missing, of this side, and that nobody has claimed; the others are duplicates.
+    pub(super) fn of_missing(pager: &'a Pager, whose: Whose, chunk: ChunkIndex, wanted: &PageSet) -> Self {
         let mut state = pager.lock();
-        let pages = wanted.and(state.whereabouts.away_in(chunk)).without(state.claimed.chunk(chunk));
+        let missing = match whose {
+            Whose::Source => state.whereabouts.at_source_in(chunk),
+            Whose::MemoryHosts => state.whereabouts.at_hosts_in(chunk),
+        };
+        let pages = wanted.and(&missing).without(state.claimed.chunk(chunk));
         state.duplicate += wanted.without(&pages).len() as u64;
         state.claimed.insert_all(chunk, &pages);
         Self { pager, chunk, pages }
     }
 
-    /// Those of these pages, which are here, that nobody has claimed.
+    /// Those of these pages that are here and that nobody has claimed. What follows the guest is not here, although the
+    /// file may have it as a round brought it.
     pub(super) fn of_present(pager: &'a Pager, chunk: ChunkIndex, wanted: &PageSet) -> Self {
         let mut state = pager.lock();
-        let pages = wanted.without(state.claimed.chunk(chunk));
+        let here = wanted.without(state.whereabouts.away_in(chunk));
+        let pages = here.without(state.claimed.chunk(chunk));
         state.claimed.insert_all(chunk, &pages);
         Self { pager, chunk, pages }
     }
@@ -37,6 +44,7 @@ impl<'a> Claim<'a> {
     /// Notes that the pages are in the file. Returns those that somebody waits for.
     pub(super) fn arrived(&self) -> Result<Vec<(PageIndex, Vec<Waiter>)>, MigrateError> {
         let mut state = self.pager.lock();
+        let to_come = state.whereabouts.to_come();
         let noted = state.whereabouts.arrived(self.chunk, &self.pages);
         noted.map_err(MigrateError::host("writing down which pages have arrived"))?;
         let mut waited = Vec::new();
@@ -45,7 +53,7 @@ impl<'a> Claim<'a> {
                 waited.extend(state.waiting.remove(&page).map(|waiters| (page, waiters)));
             }
         }
-        if state.whereabouts.away() == 0 {
+        if to_come > 0 && state.whereabouts.to_come() == 0 {
             state.last = Some(Instant::now());
             self.pager.changed.notify_all();
         }

@@ -73,13 +73,19 @@ impl Pager {
         Fence::new(Arc::clone(&self.faults), self.userfault.spans().to_vec())
     }
 
-    /// The pages of a chunk that are not here.
+    /// The pages of a chunk that are at memory hosts.
     #[must_use]
     pub fn away_in(&self, chunk: ChunkIndex) -> PageSet {
-        *self.lock().whereabouts.away_in(chunk)
+        self.lock().whereabouts.at_hosts_in(chunk)
     }
 
-    /// The same, and how often pages of the chunk have arrived.
+    /// Those that are at the guest's source.
+    #[must_use]
+    pub fn to_come_in(&self, chunk: ChunkIndex) -> PageSet {
+        self.lock().whereabouts.at_source_in(chunk)
+    }
+
+    /// Both, and how often pages of the chunk have arrived.
     #[must_use]
     pub fn presence(&self, chunk: ChunkIndex) -> (PageSet, u32) {
         let state = self.lock();
@@ -92,7 +98,7 @@ impl Pager {
         self.lock().waiting.keys().filter(|page| page.chunk == chunk).map(|page| page.page).collect()
     }
 
-    /// Who holds the pages of a chunk that are not here; `None` where all are.
+    /// Who holds the pages of a chunk that are at memory hosts; `None` where none is.
     #[must_use]
     pub fn holder(&self, chunk: ChunkIndex) -> Option<Holder> {
         self.lock().whereabouts.holder(chunk)
@@ -161,14 +167,13 @@ impl Pager {
         Ok(departed)
     }
 
-    /// Takes what is away out of the RAM file, where an earlier daemon was killed before it did. Before anybody brings
-    /// pages.
+    /// Takes what is at memory hosts out of the RAM file, where an earlier daemon was killed before it did. Before
+    /// anybody brings pages from there.
     ///
     /// # Errors
     /// The file system refuses.
     pub fn take_out_what_is_away(&self) -> Result<(), MigrateError> {
-        let away = self.missing_pages();
-        let taken = away.iter().try_for_each(|(chunk, pages)| self.ram.discard(chunk, pages));
+        let taken = self.ram.layout().iter().try_for_each(|chunk| self.ram.discard(chunk, &self.away_in(chunk)));
         taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))
     }
 

@@ -7,6 +7,7 @@ use sterna_protocol::pages::PageSet;
 
 use super::Pager;
 use super::given_back::GivenBack;
+use super::supplier::Whose;
 use crate::destination::arrival::Arrival;
 use crate::error::MigrateError;
 use crate::faults::User;
@@ -36,7 +37,7 @@ impl Pager {
         })
     }
 
-    /// The chunks with pages that are away and known to be given back.
+    /// The chunks with pages that are at memory hosts and known to be given back.
     pub(crate) fn given_back_elsewhere(&self) -> Vec<ChunkIndex> {
         let known = |given_back: &mut GivenBack, inside: &mut dyn Inside| {
             self.look(given_back, inside);
@@ -44,22 +45,26 @@ impl Pager {
         };
         let known = self.with_inside(known);
         let state = self.lock();
-        let away = |(chunk, pages): &(ChunkIndex, PageSet)| !pages.and(state.whereabouts.away_in(*chunk)).is_empty();
+        let away =
+            |(chunk, pages): &(ChunkIndex, PageSet)| !pages.and(&state.whereabouts.at_hosts_in(*chunk)).is_empty();
         known.into_iter().filter(away).map(|(chunk, _)| chunk).collect()
     }
 
-    /// Of a chunk of which nothing comes or leaves meanwhile: what is away and known to be given back is nowhere from
-    /// now on, and reads as zeros. Returns these pages.
+    /// Of a chunk of which nothing comes or leaves meanwhile: what is at memory hosts and known to be given back
+    /// is nowhere from now on, and reads as zeros. Returns these pages.
     ///
     /// # Errors
     /// The map cannot be written, or the VMM has ended.
     pub(crate) fn forget(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
         let known = self.with_given_back(|given_back| *given_back.known(chunk));
-        let gone = known.and(self.lock().whereabouts.away_in(chunk));
+        let gone = known.and(&self.lock().whereabouts.at_hosts_in(chunk));
         if gone.is_empty() {
             return Ok(gone);
         }
-        self.place(&Arrival { chunk, bodies: &[], zero: gone, pooled: None, suspect: PageSet::EMPTY })?;
+        self.place(
+            Whose::MemoryHosts,
+            &Arrival { chunk, bodies: &[], zero: gone, pooled: None, suspect: PageSet::EMPTY },
+        )?;
         Ok(gone)
     }
 

@@ -24,6 +24,9 @@ pub mod whereabouts;
 /// Suppliers: who brings the others.
 pub mod supplier;
 
+/// Who is asked for which page.
+mod asking;
+
 /// What faults cost the guest.
 pub mod account;
 
@@ -69,9 +72,8 @@ use std::time::{Duration, Instant};
 
 use sterna_api::report::Faults;
 use sterna_protocol::frame::Digester;
-use sterna_protocol::heartbeat;
-use sterna_protocol::layout::{ChunkIndex, PageIndex};
-use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::layout::PageIndex;
+use sterna_protocol::pages::PageMap;
 use sterna_sys::pagemap::Pagemap;
 
 use self::account::Account;
@@ -79,8 +81,8 @@ use self::given_back::GivenBack;
 pub(crate) use self::given_back::LOGGED;
 use self::recency::Recency;
 use self::shown::Shown;
-use self::supplier::Supplier;
-use self::whereabouts::{Holder, Whereabouts};
+use self::supplier::Suppliers;
+use self::whereabouts::Whereabouts;
 use crate::error::MigrateError;
 use crate::faults::{self, GuestFaults, User, Userfault};
 use crate::haste::Crew;
@@ -134,15 +136,16 @@ struct State {
     shown: Option<Shown>,
     recency: Recency,
     /// Who brings the pages that are away.
-    supplier: Option<Arc<dyn Supplier>>,
-    /// When the last supplier was heard, where there is none.
-    heard: Instant,
+    suppliers: Suppliers,
+    /// Pages leave and come here, also once all have come from the source.
+    is_split: bool,
 }
 
 impl State {
     /// The guest was let run, or is about to be.
     fn begin(&mut self) {
-        (self.begun, self.begun_at, self.heard) = (true, Some(Instant::now()), Instant::now());
+        (self.begun, self.begun_at) = (true, Some(Instant::now()));
+        self.suppliers.begin();
     }
 }
 
@@ -225,8 +228,8 @@ impl Pager {
             duplicate: 0,
             shown,
             recency: Recency::nothing(ram.layout()),
-            supplier: None,
-            heard: Instant::now(),
+            suppliers: Suppliers::none(),
+            is_split: whereabouts.has_both(),
             whereabouts,
         };
         let given_back = Mutex::new(GivenBack::nothing(files, ram.layout()));
@@ -293,6 +296,7 @@ impl Pager {
         let mut state = self.lock();
         let begun = state.whereabouts.begin(PageMap::empty(self.ram.layout()), self.ram.layout());
         begun.map_err(MigrateError::host("writing down which pages are missing"))?;
+        state.is_split = true;
         state.begin();
         Ok(())
     }
@@ -313,6 +317,31 @@ impl Pager {
     #[must_use]
     pub fn missing_pages(&self) -> PageMap {
         self.lock().whereabouts.pages_away().clone()
+    }
+
+    /// How many of them are at memory hosts.
+    #[must_use]
+    pub fn away(&self) -> u64 {
+        let state = self.lock();
+        state.whereabouts.away() - state.whereabouts.to_come()
+    }
+
+    /// How many of them are at the guest's source.
+    #[must_use]
+    pub fn to_come(&self) -> u64 {
+        self.lock().whereabouts.to_come()
+    }
+
+    /// The pages that are at the guest's source.
+    #[must_use]
+    pub fn pages_to_come(&self) -> PageMap {
+        self.lock().whereabouts.pages_at_source(self.ram.layout())
+    }
+
+    /// Whether pages leave for memory hosts, and come back: then this goes on once all have come from the source.
+    #[must_use]
+    pub fn is_split(&self) -> bool {
+        self.lock().is_split
     }
 
     /// The owner of the guest's userfaultfd, for whoever else wants to know of accesses to its RAM.
@@ -353,97 +382,6 @@ impl Pager {
         &self.ram
     }
 
-    /// Waits until nothing is missing, at most so long. Whether nothing is.
-    pub(crate) fn wait(&self, timeout: Duration) -> bool {
-        let waited = self.changed.wait_timeout_while(self.lock(), timeout, |state| state.whereabouts.away() > 0);
-        waited.unwrap_or_else(PoisonError::into_inner).0.whereabouts.away() == 0
-    }
-
-    /// A supplier is there: it is asked for what is waited for, and whoever was there before is hung up on.
-    pub(crate) fn attach(&self, supplier: &Arc<dyn Supplier>) {
-        // First: who asks on a way that takes nothing any more keeps the others from asking.
-        let before = self.lock().supplier.clone();
-        if let Some(before) = before {
-            before.hang_up();
-        }
-        // A fault that comes meanwhile either is among those that wait, or asks afterwards.
-        let _asking = self.asking();
-        let (before, waiting) = {
-            let mut state = self.lock();
-            let pages = state.waiting.iter().filter_map(|(page, waiters)| Some((*page, waiters.first()?.thread)));
-            let waiting: Vec<_> = pages.collect();
-            (state.supplier.replace(Arc::clone(supplier)), waiting)
-        };
-        if let Some(before) = before {
-            before.hang_up();
-        }
-        for (page, thread) in waiting {
-            supplier.ask(page, thread);
-        }
-    }
-
-    /// This supplier has gone, if it is still the one.
-    pub(crate) fn detach(&self, supplier: &Arc<dyn Supplier>) {
-        let mut state = self.lock();
-        if state.supplier.as_ref().is_some_and(|current| Arc::ptr_eq(current, supplier)) {
-            (state.supplier, state.heard) = (None, supplier.heard());
-        }
-    }
-
-    /// Asks for a page, where somebody is there to bring it.
-    fn ask(&self, page: PageIndex, thread: u32) {
-        let _asking = self.asking();
-        let supplier = self.lock().supplier.clone();
-        if let Some(supplier) = supplier {
-            supplier.ask(page, thread);
-        }
-    }
-
-    /// Asks again for those of these pages that are missing and that somebody waits for: what came in answer was not
-    /// the page.
-    pub(crate) fn ask_once_more(&self, chunk: ChunkIndex, pages: &PageSet) {
-        let waiting: Vec<_> = {
-            let state = self.lock();
-            let of_these = state.waiting.iter().filter(|(page, _)| page.chunk == chunk && pages.contains(page.page));
-            of_these.filter_map(|(page, waiters)| Some((*page, waiters.first()?.thread))).collect()
-        };
-        waiting.into_iter().for_each(|(page, thread)| self.ask(page, thread));
-    }
-
-    /// Asks for those of these pages that are missing, whether somebody waits for them or not.
-    pub(crate) fn fetch(&self, pages: &PageMap) {
-        for (chunk, pages) in pages.iter() {
-            let missing = pages.and(self.lock().whereabouts.away_in(chunk));
-            missing.iter().for_each(|page| self.ask(PageIndex { chunk, page }, 0));
-        }
-    }
-
-    /// For how long there has been no supplier to bring pages; `None` where there is one, or nothing is missing.
-    #[must_use]
-    pub fn alone(&self) -> Option<Duration> {
-        let state = self.lock();
-        let heard = state.supplier.as_ref().map_or(state.heard, |supplier| supplier.heard());
-        let alone = heartbeat::alone(heard.elapsed(), state.supplier.is_some());
-        alone.filter(|_| state.begun && state.whereabouts.away() > 0)
-    }
-
-    /// For how long threads have waited for pages of memory hosts, the longest for each of their numbers.
-    #[must_use]
-    pub fn longest_waits(&self) -> Vec<(usize, Duration)> {
-        let state = self.lock();
-        let mut longest: Vec<(usize, Duration)> = Vec::new();
-        for (page, waiters) in &state.waiting {
-            let waited = waiters.iter().map(|waiter| waiter.since.elapsed()).max();
-            let number = state.whereabouts.holder(page.chunk).and_then(Holder::host_number);
-            let (Some(number), Some(waited)) = (number, waited) else { continue };
-            match longest.iter_mut().find(|(known, _)| *known == number) {
-                Some((_, known)) => *known = waited.max(*known),
-                None => longest.push((number, waited)),
-            }
-        }
-        longest
-    }
-
     /// Ends it: threads end, the RAM is as any process's. Only where every page is here, the guest has ended, or it
     /// never ran: what is missing reads as zeros or as an earlier round's content from now on. More than once does
     /// nothing.
@@ -459,10 +397,8 @@ impl Pager {
         for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
             faults::join(thread);
         }
-        let supplier = self.lock().supplier.take();
-        if let Some(supplier) = supplier {
-            supplier.dismiss();
-        }
+        let suppliers = self.lock().suppliers.take();
+        suppliers.into_iter().for_each(|supplier| supplier.dismiss());
         self.faults.end(User::Paging);
     }
 
@@ -474,11 +410,6 @@ impl Pager {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// One at a time asks, on a way that may be slow. Locked before the state.
-    fn asking(&self) -> MutexGuard<'_, ()> {
-        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn account(&self) -> MutexGuard<'_, Account> {

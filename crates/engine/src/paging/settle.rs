@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use sterna_protocol::pages::PageSet;
 use sterna_sys::userfaultfd::Fault;
 
+use super::supplier::Whose;
 use super::{Pager, Waiter};
 use crate::error::MigrateError;
 use crate::faults::Settle;
@@ -69,7 +70,7 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
         None => {
             pager.account().local();
             if !fault.minor {
-                let supplier = pager.lock().supplier.clone();
+                let supplier = pager.lock().suppliers.of(Whose::MemoryHosts).clone();
                 let Some(supplier) = supplier else { return pager.show_zero(page) };
                 if !supplier.admits(page) {
                     return Ok(false);

@@ -1,9 +1,11 @@
 //! Suppliers: who brings pages that are not here, when they are asked for.
 //!
 //! The pager knows where its pages are and who waits for them; how they are asked for, and how they come, is the
-//! supplier's. In post-copy there is one supplier, the guest's source, which comes and goes with its connections and
-//! ends with the last page. Pages wait for whoever comes next.
+//! supplier's. In post-copy that is the guest's source, which comes and goes with its connections and ends with the
+//! last page; a split guest has its memory hosts. Where it is both, each brings its own. Pages wait for whoever comes
+//! next.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use sterna_protocol::layout::PageIndex;
@@ -27,6 +29,10 @@ pub trait Supplier: Send + Sync {
         PageSet::EMPTY
     }
 
+    /// Returns once there is room for pages that nobody waits for and that are about to come from elsewhere, or has
+    /// waited long enough for that.
+    fn make_way(&self) {}
+
     /// When it said something last.
     fn heard(&self) -> Instant;
 
@@ -35,4 +41,58 @@ pub trait Supplier: Send + Sync {
 
     /// Lets it know, without haste, that it is asked for nothing more.
     fn dismiss(&self);
+}
+
+/// Whose pages a supplier brings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whose {
+    /// Those that follow a guest from its source.
+    Source,
+    /// Those of a split guest that are at memory hosts.
+    MemoryHosts,
+}
+
+/// The suppliers of one guest, as far as they are there.
+pub(super) struct Suppliers {
+    source: Option<Arc<dyn Supplier>>,
+    hosts: Option<Arc<dyn Supplier>>,
+    /// When the source was heard last, where it is not there.
+    heard: Instant,
+}
+
+impl Suppliers {
+    /// Nobody is there.
+    pub(super) fn none() -> Self {
+        Self { source: None, hosts: None, heard: Instant::now() }
+    }
+
+    /// The guest was let run, or is about to be: its source has not been away for longer than that.
+    pub(super) fn begin(&mut self) {
+        self.heard = Instant::now();
+    }
+
+    /// The one that brings such pages.
+    pub(super) fn of(&mut self, whose: Whose) -> &mut Option<Arc<dyn Supplier>> {
+        match whose {
+            Whose::Source => &mut self.source,
+            Whose::MemoryHosts => &mut self.hosts,
+        }
+    }
+
+    /// The source has gone, if this is still the one.
+    pub(super) fn gone(&mut self, source: &Arc<dyn Supplier>) {
+        if let Some(source) = self.source.take_if(|current| Arc::ptr_eq(current, source)) {
+            self.heard = source.heard();
+        }
+    }
+
+    /// When the source was heard last.
+    pub(super) fn source_heard(&self) -> Instant {
+        self.source.as_ref().map_or(self.heard, |source| source.heard())
+    }
+
+    /// All that are there: nobody is any more.
+    pub(super) fn take(&mut self) -> Vec<Arc<dyn Supplier>> {
+        self.source.take().into_iter().chain(self.hosts.take()).collect()
+    }
 }

@@ -14,6 +14,8 @@ use sterna_protocol::spec::BlockSpec;
 use sterna_sys::map::{Access, SharedMapping};
 use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 
+use super::supplier::{Supplier, Whose};
+use super::whereabouts::Holder;
 use super::*;
 use crate::agent::{Advice, Discard, Discards};
 use crate::destination::arrival::Arrival;
@@ -163,8 +165,11 @@ fn arrives(pager: &Pager, page: u64, byte: u8) {
 /// Lets pages arrive: some with their bodies, others as zeros.
 fn come(pager: &Pager, chunk: ChunkIndex, (pages, bodies): (&[u8], &[u8]), zero: &[u8]) {
     let set = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
+    let at_hosts = !pager.away_in(chunk).and(&set(pages).or(&set(zero))).is_empty();
+    let whose = if at_hosts { Whose::MemoryHosts } else { Whose::Source };
     let bodies = [(set(pages), bodies)];
-    pager.place(&Arrival { chunk, bodies: &bodies, zero: set(zero), pooled: None, suspect: PageSet::EMPTY }).unwrap();
+    let arrival = Arrival { chunk, bodies: &bodies, zero: set(zero), pooled: None, suspect: PageSet::EMPTY };
+    pager.place(whose, &arrival).unwrap();
 }
 
 fn waits_for(pager: &Pager, page: u64) {

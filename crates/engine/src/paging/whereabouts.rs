@@ -1,34 +1,38 @@
 //! Whereabouts: where each page of a machine is, in a file that outlives the daemon.
 //!
-//! A page is *here* (its content is in the RAM file), *at a holder* (another host has it; in post-copy the source), or
-//! *nowhere* (never used, or reclaimed: it reads as zeros and has no content). The map says which pages are away, and
-//! for each chunk who holds them. It need not say which of the others are nowhere: those are the RAM file's holes.
+//! A page is *here* (its content is in the RAM file), *at a holder* (another host has it: in post-copy the source, of a
+//! split guest a memory host), or *nowhere* (never used, or reclaimed: it reads as zeros and has no content). The map
+//! says which pages are away, and who holds them. It need not say which of the others are nowhere: those are the RAM
+//! file's holes.
 //!
 //! ```text
-//!   0          8        12      16         24          28        32                      32 + 40 × chunks
-//!   +----------+--------+-------+----------+-----------+---------+-----------------------+
-//!   | STPAGES2 | chunks | begun | layout's | entry's   | nothing | an entry a chunk      |
-//!   |          |        |       | digest   | bytes, 40 |         |                       |
-//!   +----------+--------+-------+----------+-----------+---------+-----------------------+
+//!   0          8        12      16         24          28        32                          32 + entries
+//!   +----------+--------+-------+----------+-----------+---------+---------------------------+
+//!   | STPAGES2 | chunks | begun | layout's | entry's   | nothing | an entry a chunk          |
+//!   | or 3     |        |       | digest   | bytes     |         |                           |
+//!   +----------+--------+-------+----------+-----------+---------+---------------------------+
 //!
-//!   an entry:   0                          32       33        40
-//!               +--------------------------+--------+---------+
-//!               | the pages that are away  | holder | nothing |
-//!               +--------------------------+--------+---------+
+//!   an entry:   0                          32       33        40                          72
+//!               +--------------------------+--------+---------+---------------------------+
+//!               | the pages that are away  | holder | nothing | of these, at the source   |
+//!               +--------------------------+--------+---------+---------------------------+
+//!                                                             only in version 3
 //! ```
 //!
-//! The holder is the source (1) or a memory host (2 for the first). A chunk's pages are all at one holder. Where that
-//! is two hosts that have the same pages, and only one of them is to be believed, 64 is added for the first of the two
-//! or 128 for the second.
+//! The holder is the source (1) or a memory host (2 for the first). A chunk's pages are all at one memory host. Where
+//! that is two hosts that have the same pages, and only one of them is to be believed, 64 is added for the first of the
+//! two or 128 for the second. A split guest that runs before all its pages have come from its source has chunks of
+//! which some pages are there and others at a memory host: its map is of version 3.
 //!
 //! The last character of the first word is the version. Version 1 had a header of 16 bytes (`STPAGES1`, chunks, begun)
-//! and entries of 32, without a holder: it is still read. A map that was begun in version 1 stays in it, because a map
+//! and entries of 32, without a holder: it is still read. A map that was begun in a version stays in it, because a map
 //! that is rewritten while it is in use could be lost half way.
 //!
 //! The file lies in memory (tmpfs): the next daemon finds what is written there, however this one ends. A page's bit is
 //! cleared only after its content is in the RAM file, so a daemon killed between the two asks for the page once more,
 //! and never takes a stale page for a current one. A page that leaves is away before its content is taken out of the
-//! file; a daemon killed between the two leaves memory behind, not a page that counts twice. Numbers are little-endian.
+//! file; a daemon killed between the two leaves memory behind, not a page that counts twice. Of a page that came from
+//! the source it is no longer said that it is there before it may leave. Numbers are little-endian.
 
 use std::fs::File;
 use std::io;
@@ -104,6 +108,16 @@ struct Format {
 
 const V1: Format = Format { magic: b"STPAGES1", header_bytes: 16, entry_bytes: PageSet::BYTES };
 const V2: Format = Format { magic: b"STPAGES2", header_bytes: 32, entry_bytes: PageSet::BYTES + 8 };
+const V3: Format = Format { magic: b"STPAGES3", header_bytes: 32, entry_bytes: 2 * PageSet::BYTES + 8 };
+
+/// A chunk's entry.
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    away: PageSet,
+    /// Said to be at the source; those of them that are away are.
+    at_source: PageSet,
+    holder: Holder,
+}
 
 impl Format {
     /// The header of a map that is valid.
@@ -112,32 +126,45 @@ impl Format {
         header[..8].copy_from_slice(self.magic);
         header[8..12].copy_from_slice(&layout.chunks().to_le_bytes());
         header[12..16].copy_from_slice(&1u32.to_le_bytes());
-        if self == V2 {
+        if self != V1 {
             header[16..24].copy_from_slice(&layout.digest().to_le_bytes());
             header[24..28].copy_from_slice(&(self.entry_bytes as u32).to_le_bytes());
         }
         header
     }
 
-    /// A chunk's entry.
-    fn entry(self, away: &PageSet, holder: Holder) -> Vec<u8> {
+    /// Where in an entry it is said which pages are at the source.
+    fn at_source(self) -> Option<usize> {
+        (self == V3).then_some(V2.entry_bytes)
+    }
+
+    fn entry(self, Entry { away, at_source, holder }: Entry) -> Vec<u8> {
         let mut entry = vec![0; self.entry_bytes];
         entry[..PageSet::BYTES].copy_from_slice(&away.to_bytes());
-        if self == V2 && !away.is_empty() {
+        if self != V1 && !away.is_empty() {
             entry[PageSet::BYTES] = holder.0;
+        }
+        if let Some(at) = self.at_source() {
+            entry[at..at + PageSet::BYTES].copy_from_slice(&at_source.to_bytes());
         }
         entry
     }
 
-    /// The pages of a chunk that are away, and who holds them, as its entry says; `None` where it names a holder that
-    /// is unknown.
-    fn away(self, entry: &[u8]) -> Option<(PageSet, Holder)> {
+    /// A chunk's entry; `None` where it names a holder that is unknown.
+    fn read(self, entry: &[u8]) -> Option<Entry> {
         let (set, rest) = entry.split_first_chunk()?;
         let away = PageSet::from_bytes(set);
-        if self == V1 || away.is_empty() {
-            return Some((away, Holder::SOURCE));
-        }
-        Some((away, Holder::from_entry(*rest.first()?)?))
+        let holder = match self {
+            V1 => Holder::SOURCE,
+            _ if away.is_empty() => Holder::SOURCE,
+            _ => Holder::from_entry(*rest.first()?)?,
+        };
+        let at_source = match self.at_source() {
+            Some(at) => PageSet::from_bytes(entry.get(at..)?.first_chunk()?),
+            None if holder == Holder::SOURCE => away,
+            None => PageSet::EMPTY,
+        };
+        Some(Entry { away, at_source, holder })
     }
 }
 
@@ -147,9 +174,13 @@ pub struct Whereabouts {
     file: File,
     format: Format,
     pages: PageMap,
-    /// Who holds each chunk's.
+    /// Said to be at the source; those of them that are away are.
+    at_source: PageMap,
+    /// Who holds the others of each chunk.
     holders: Vec<Holder>,
     away: u64,
+    /// How many of these are at the source.
+    to_come: u64,
     /// How many chunks have pages at one of two hosts that is to be believed alone.
     alone: usize,
     /// How often pages of each chunk have arrived.
@@ -162,7 +193,8 @@ impl Whereabouts {
     pub fn all_here(file: File, layout: &Layout) -> Self {
         let holders = vec![Holder::SOURCE; layout.chunks() as usize];
         let arrivals = vec![0; holders.len()];
-        Self { file, format: V2, pages: PageMap::empty(layout), holders, away: 0, alone: 0, arrivals }
+        let [pages, at_source] = [(); 2].map(|()| PageMap::empty(layout));
+        Self { file, format: V2, pages, at_source, holders, away: 0, to_come: 0, alone: 0, arrivals }
     }
 
     /// The map that an earlier daemon left; `None` where that daemon never began one.
@@ -176,7 +208,7 @@ impl Whereabouts {
         }
         let mut magic = [0; 8];
         file.read_exact_at(&mut magic, 0)?;
-        let format = [V1, V2].into_iter().find(|format| *format.magic == magic);
+        let format = [V1, V2, V3].into_iter().find(|format| *format.magic == magic);
         let format = format.ok_or_else(|| invalid("it is no map of missing pages that this version reads"))?;
         let mut header = vec![0; format.header_bytes];
         file.read_exact_at(&mut header, 0)?;
@@ -185,17 +217,14 @@ impl Whereabouts {
         }
         let mut entries = vec![0; layout.chunks() as usize * format.entry_bytes];
         file.read_exact_at(&mut entries, format.header_bytes as u64)?;
-        let mut pages = PageMap::empty(layout);
-        let mut holders = Vec::with_capacity(layout.chunks() as usize);
+        let mut found = Self { format, ..Self::all_here(file, layout) };
         for (chunk, entry) in layout.iter().zip(entries.chunks_exact(format.entry_bytes)) {
-            let known = format.away(entry).ok_or_else(|| invalid("it names a holder of pages that is not known"))?;
-            *pages.chunk_mut(chunk) = known.0;
-            holders.push(known.1);
+            let entry = format.read(entry).ok_or_else(|| invalid("it names a holder of pages that is not known"))?;
+            *found.pages.chunk_mut(chunk) = entry.away;
+            *found.at_source.chunk_mut(chunk) = entry.at_source;
+            found.holders[chunk.index()] = entry.holder;
         }
-        let away = pages.len();
-        let arrivals = vec![0; holders.len()];
-        let mut found = Self { file, format, pages, holders, away, alone: 0, arrivals };
-        found.alone = layout.iter().filter(|chunk| found.is_alone(*chunk)).count();
+        found.count(layout);
         Ok(Some(found))
     }
 
@@ -205,72 +234,98 @@ impl Whereabouts {
     /// No memory for the file.
     pub fn begin(&mut self, pages: PageMap, layout: &Layout) -> io::Result<()> {
         let holders = vec![Holder::SOURCE; layout.chunks() as usize];
-        self.begin_with(pages, holders, layout)
+        self.begin_with((pages.clone(), pages, holders), V2, layout)
     }
 
-    /// Begins the map of a guest that was split elsewhere: these pages are at these memory hosts, and no others are
-    /// away.
+    /// Begins the map of a guest that was split elsewhere: these pages are at these memory hosts, those at the source,
+    /// and no others are away.
     ///
     /// # Errors
-    /// No memory for the file; pages of one chunk at two holders.
-    pub fn begin_elsewhere(&mut self, away: &[(Holder, PageMap)], layout: &Layout) -> io::Result<()> {
+    /// No memory for the file; a page at two holders, or pages of one chunk at two memory hosts.
+    pub fn begin_elsewhere(
+        &mut self,
+        away: &[(Holder, PageMap)],
+        at_source: PageMap,
+        layout: &Layout,
+    ) -> io::Result<()> {
         let mut pages = PageMap::empty(layout);
         let mut holders = vec![Holder::SOURCE; layout.chunks() as usize];
         for (holder, of_holder) in away {
             for (chunk, set) in of_holder.iter().filter(|(_, set)| !set.is_empty()) {
-                if !pages.chunk(chunk).is_empty() {
+                if !pages.chunk(chunk).is_empty() || !set.and(at_source.chunk(chunk)).is_empty() {
                     return Err(io::Error::new(io::ErrorKind::InvalidInput, "a chunk has pages at two holders"));
                 }
                 pages.insert_all(chunk, set);
                 holders[chunk.index()] = *holder;
             }
         }
-        self.begin_with(pages, holders, layout)
+        pages.add(&at_source);
+        let format = if at_source.is_empty() { V2 } else { V3 };
+        self.begin_with((pages, at_source, holders), format, layout)
     }
 
-    fn begin_with(&mut self, pages: PageMap, holders: Vec<Holder>, layout: &Layout) -> io::Result<()> {
-        self.format = V2;
-        let entry = |chunk: ChunkIndex| V2.entry(pages.chunk(chunk), holders[chunk.index()]);
+    fn begin_with(
+        &mut self,
+        (pages, at_source, holders): (PageMap, PageMap, Vec<Holder>),
+        format: Format,
+        layout: &Layout,
+    ) -> io::Result<()> {
+        let entry = |chunk: ChunkIndex| {
+            let (away, at_source) = (*pages.chunk(chunk), *at_source.chunk(chunk));
+            format.entry(Entry { away, at_source, holder: holders[chunk.index()] })
+        };
         let entries: Vec<u8> = layout.iter().flat_map(entry).collect();
-        self.file.write_all_at(&entries, V2.header_bytes as u64)?;
+        self.file.write_all_at(&entries, format.header_bytes as u64)?;
         // The header is written last: a file without it is not valid.
-        self.file.write_all_at(&V2.header(layout), 0)?;
-        (self.away, self.pages, self.holders) = (pages.len(), pages, holders);
-        self.alone = layout.iter().filter(|chunk| self.is_alone(*chunk)).count();
+        self.file.write_all_at(&format.header(layout), 0)?;
+        (self.format, self.pages, self.at_source, self.holders) = (format, pages, at_source, holders);
+        self.count(layout);
         Ok(())
     }
 
-    /// All pages that are away, by who holds them.
+    fn count(&mut self, layout: &Layout) {
+        self.away = self.pages.len();
+        self.to_come = layout.iter().map(|chunk| self.at_source_in(chunk).len() as u64).sum();
+        self.alone = layout.iter().filter(|chunk| self.is_alone(*chunk)).count();
+    }
+
+    /// All pages that are at memory hosts, by who holds them.
     #[must_use]
     pub fn by_holder(&self, layout: &Layout) -> Vec<(Holder, PageMap)> {
         let mut all: Vec<(Holder, PageMap)> = Vec::new();
-        for (chunk, set) in self.pages.iter().filter(|(_, set)| !set.is_empty()) {
-            map_of(&mut all, self.holders[chunk.index()], layout).insert_all(chunk, set);
+        for chunk in layout.iter() {
+            if let Some(holder) = self.holder(chunk) {
+                map_of(&mut all, holder, layout).insert_all(chunk, &self.at_hosts_in(chunk));
+            }
         }
         all
     }
 
-    /// Who holds the pages of a chunk that are away; `None` where none is.
+    /// The memory host that has pages of a chunk; `None` where none has.
     #[must_use]
     pub fn holder(&self, chunk: ChunkIndex) -> Option<Holder> {
-        (!self.pages.chunk(chunk).is_empty()).then(|| self.holders[chunk.index()])
+        (!self.at_hosts_in(chunk).is_empty()).then(|| self.holders[chunk.index()])
     }
 
-    /// Notes that these pages are at a holder from now on, which has all others of the chunk that are away: what the
-    /// RAM file has of them counts no more. Of two hosts that had them both, one may be the holder alone from now on.
+    /// Notes that these pages are at a memory host from now on, which has all others of the chunk that are away: what
+    /// the RAM file has of them counts no more. Of two hosts that had them both, one may be the holder alone from now
+    /// on.
     ///
     /// # Errors
-    /// The file cannot be written; then they still count as here. Others of the chunk are at another holder, or the map
-    /// is of a version without holders.
+    /// The file cannot be written; then they still count as here. Others of the chunk are at another memory host, or
+    /// the map is of a version that cannot say it.
     pub fn departed(&mut self, chunk: ChunkIndex, pages: &PageSet, holder: Holder) -> io::Result<()> {
         let set = *self.pages.chunk(chunk);
         let may_have = |other: Holder| other == holder || other == holder.whole();
-        if self.format != V2 || self.holder(chunk).is_some_and(|other| !may_have(other)) {
+        let others = self.holder(chunk).is_some_and(|other| !may_have(other));
+        let one_holder = self.format == V1 || self.format == V2 && !self.at_source_in(chunk).is_empty();
+        if others || one_holder {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the chunk has pages at another holder"));
         }
         if pages.is_empty() {
             return Ok(());
         }
+        self.forget_source(chunk, pages)?;
         if self.holder(chunk) != Some(holder) {
             // Before it means anything: an entry may lie across two pages of the file, and a daemon that is killed
             // between them leaves some of the pages away, which is as good, but not without a holder, nor with one that
@@ -278,6 +333,19 @@ impl Whereabouts {
             self.write_holder(chunk, holder)?;
         }
         self.write_pages(chunk, set.or(pages))
+    }
+
+    /// These pages, which are here, have come from the source: it is not said that they are there any more.
+    fn forget_source(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        let rest = self.at_source.chunk(chunk).without(pages);
+        if rest == *self.at_source.chunk(chunk) {
+            return Ok(());
+        }
+        if let Some(at) = self.format.at_source() {
+            self.file.write_all_at(&rest.to_bytes(), self.at(chunk) + at as u64)?;
+        }
+        *self.at_source.chunk_mut(chunk) = rest;
+        Ok(())
     }
 
     /// Notes that of two hosts that had a chunk's pages that are away one is to be believed alone.
@@ -319,9 +387,11 @@ impl Whereabouts {
 
     fn write_pages(&mut self, chunk: ChunkIndex, away: PageSet) -> io::Result<()> {
         let (was_alone, before) = (self.is_alone(chunk), self.pages.chunk(chunk).len());
+        let to_come = self.at_source_in(chunk).len() as u64;
         self.file.write_all_at(&away.to_bytes(), self.at(chunk))?;
         *self.pages.chunk_mut(chunk) = away;
         self.away = self.away + away.len() as u64 - before as u64;
+        self.to_come = self.to_come + self.at_source_in(chunk).len() as u64 - to_come;
         self.count_alone(chunk, was_alone);
         Ok(())
     }
@@ -346,6 +416,26 @@ impl Whereabouts {
         self.pages.chunk(chunk)
     }
 
+    /// Those of them that are at the source.
+    #[must_use]
+    pub fn at_source_in(&self, chunk: ChunkIndex) -> PageSet {
+        self.pages.chunk(chunk).and(self.at_source.chunk(chunk))
+    }
+
+    /// Those of them that are at a memory host.
+    #[must_use]
+    pub fn at_hosts_in(&self, chunk: ChunkIndex) -> PageSet {
+        self.pages.chunk(chunk).without(self.at_source.chunk(chunk))
+    }
+
+    /// All pages that are at the source.
+    #[must_use]
+    pub fn pages_at_source(&self, layout: &Layout) -> PageMap {
+        let mut pages = PageMap::empty(layout);
+        layout.iter().for_each(|chunk| pages.insert_all(chunk, &self.at_source_in(chunk)));
+        pages
+    }
+
     /// All pages that are away.
     #[must_use]
     pub fn pages_away(&self) -> &PageMap {
@@ -356,6 +446,18 @@ impl Whereabouts {
     #[must_use]
     pub fn away(&self) -> u64 {
         self.away
+    }
+
+    /// How many of them are at the source.
+    #[must_use]
+    pub fn to_come(&self) -> u64 {
+        self.to_come
+    }
+
+    /// Whether the guest is a split one that its source had pages of.
+    #[must_use]
+    pub fn has_both(&self) -> bool {
+        self.format == V3
     }
 
     /// Notes that these pages are here: their content is in the RAM file.

@@ -102,7 +102,7 @@ fn in_a_map_without_holders_nothing_departs() {
     let layout = layout(8 << 20);
     let file = version_1(&layout, &some_pages(&layout));
     let mut found = Whereabouts::recover(file, &layout).unwrap().unwrap();
-    assert_eq!(found.holder(ChunkIndex(2)), Some(Holder::SOURCE));
+    assert_eq!((found.holder(ChunkIndex(2)), found.at_source_in(ChunkIndex(2)).len()), (None, 10));
     assert!(found.departed(ChunkIndex(3), &PageSet::first(1), Holder::host(0).unwrap()).is_err());
 }
 
@@ -155,4 +155,54 @@ fn a_holder_or_a_version_that_is_not_known_is_refused() {
     assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_ok());
     file.write_all_at(b"STPAGES3", 0).unwrap();
     assert!(Whereabouts::recover(file, &layout).is_err());
+}
+
+#[test]
+fn pages_of_a_chunk_may_be_at_the_source_and_at_a_memory_host_for_the_next_daemon_too() {
+    let (layout, file) = (layout(8 << 20), tempfile::tempfile().unwrap());
+    let of = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
+    let map = |pages: &[(u32, &[u8])]| {
+        let mut map = PageMap::empty(&layout);
+        pages.iter().for_each(|(chunk, set)| map.insert_all(ChunkIndex(*chunk), &of(set)));
+        map
+    };
+    let (host, other) = (Holder::host(3).unwrap(), Holder::host(0).unwrap());
+    let mut known = Whereabouts::all_here(file.try_clone().unwrap(), &layout);
+    let twice = known.begin_elsewhere(&[(host, map(&[(1, &[4])]))], map(&[(1, &[4])]), &layout);
+    assert!(twice.is_err(), "a page is at one of them");
+    let (away, to_come) = (map(&[(1, &[1, 2]), (2, &[7])]), map(&[(1, &[3, 9]), (5, &[0])]));
+    known.begin_elsewhere(&[(host, away)], to_come, &layout).unwrap();
+    let found = || Whereabouts::recover(file.try_clone().unwrap(), &layout).unwrap().unwrap();
+    let counts = |map: &Whereabouts| (map.away(), map.to_come(), map.has_both());
+    assert_eq!((counts(&known), counts(&found())), ((6, 3, true), (6, 3, true)));
+    let both = |map: &Whereabouts, chunk| (map.at_hosts_in(ChunkIndex(chunk)), map.at_source_in(ChunkIndex(chunk)));
+    assert_eq!(both(&found(), 1), (of(&[1, 2]), of(&[3, 9])));
+    assert_eq!([1, 2, 5].map(|chunk| found().holder(ChunkIndex(chunk))), [Some(host), Some(host), None]);
+    assert!(known.departed(ChunkIndex(1), &of(&[100]), other).is_err(), "all of a chunk are at one memory host");
+    known.arrived(ChunkIndex(1), &of(&[3])).unwrap();
+    known.arrived(ChunkIndex(5), &of(&[0])).unwrap();
+    assert_eq!((counts(&known), counts(&found())), ((4, 1, true), (4, 1, true)));
+    // The next daemon, too, takes what leaves then for what it is, also where it was at the source once.
+    let mut next = found();
+    next.departed(ChunkIndex(1), &of(&[3, 100]), host).unwrap();
+    next.departed(ChunkIndex(5), &of(&[0]), other).unwrap();
+    let last = found();
+    assert_eq!((both(&last, 1), last.to_come()), ((of(&[1, 2, 3, 100]), of(&[9])), 1));
+    assert_eq!((last.holder(ChunkIndex(5)), last.by_holder(&layout).len()), (Some(other), 2));
+}
+
+#[test]
+fn a_guest_whose_pages_have_all_come_has_a_map_that_an_earlier_version_reads() {
+    let (layout, file) = (layout(8 << 20), tempfile::tempfile().unwrap());
+    let mut known = Whereabouts::all_here(file.try_clone().unwrap(), &layout);
+    known
+        .begin_elsewhere(&[(Holder::host(0).unwrap(), some_pages(&layout))], PageMap::empty(&layout), &layout)
+        .unwrap();
+    // What is all of a source's and of one memory host's is not told apart there.
+    let mut whole = Whereabouts::all_here(tempfile::tempfile().unwrap(), &layout);
+    whole.begin(some_pages(&layout), &layout).unwrap();
+    assert!(whole.departed(ChunkIndex(2), &[100].into_iter().collect(), Holder::host(0).unwrap()).is_err());
+    let mut magic = [0; 8];
+    file.read_exact_at(&mut magic, 0).unwrap();
+    assert_eq!((&magic, known.to_come()), (b"STPAGES2", 0));
 }

@@ -193,7 +193,7 @@ pub struct Outgoing {
     /// What it is, where it is a clone of a machine that runs on.
     pub clone: Option<Clone>,
     /// The part of it that is at memory hosts, and stays there; `spec.split` says where. Its tracker stands beside the
-    /// pager ([`WriteProtect::of`](track::WriteProtect::of)), and no page may follow it.
+    /// pager ([`WriteProtect::of`](track::WriteProtect::of)).
     pub split: Option<Arc<Split>>,
     /// When its guest may be stopped, where others leave with it.
     pub pause: Place,

@@ -254,9 +254,9 @@ impl<'a> Rounds<'a> {
     ///
     /// # Errors
     /// As [`Stays::end`].
-    pub fn leave(&mut self, elsewhere: &mut Elsewhere) -> Result<(), MigrateError> {
+    pub fn leave(&mut self, elsewhere: &mut Elsewhere, look: bool) -> Result<(), MigrateError> {
         let Some(stays) = &mut self.stays else { return Ok(()) };
-        stays.end(elsewhere, &mut self.outstanding, self.ram.layout())
+        stays.end(elsewhere, &mut self.outstanding, self.ram.layout(), look)
     }
 
     /// Adds the pages that reads past the page tables have changed which were under way when pages were last watched

@@ -70,7 +70,9 @@ impl Stays {
     }
 
     /// Adds the copies to what is told of the guest, which has stopped: it is collected what it has written. Pages of
-    /// which there are copies are `outstanding` no more, and those are whose copies were given up.
+    /// which there are copies are `outstanding` no more, and those are whose copies were given up. With `look` what is
+    /// outstanding is compared with its copies; otherwise it goes, because to look takes longer than the guest is to
+    /// stand still.
     ///
     /// # Errors
     /// The guest's RAM cannot be read.
@@ -79,6 +81,7 @@ impl Stays {
         elsewhere: &mut Elsewhere,
         outstanding: &mut PageMap,
         layout: &Layout,
+        look: bool,
     ) -> Result<(), MigrateError> {
         for chunk in layout.iter() {
             let (due, known) = (*outstanding.chunk(chunk), *self.copies().chunk(chunk));
@@ -87,7 +90,7 @@ impl Stays {
             }
             let Some(holding) = self.split.hold(chunk, true) else { continue };
             let told = elsewhere.away.iter().fold(PageSet::EMPTY, |pages, (_, map)| pages.or(map.chunk(chunk)));
-            let unchanged = holding.unchanged(&due.without(&told))?;
+            let unchanged = if look { holding.unchanged(&due.without(&told))? } else { PageSet::EMPTY };
             let known = known.without(&due).without(&told);
             let (there, copied) = holding.copies().unzip();
             let copied = copied.unwrap_or(PageSet::EMPTY);

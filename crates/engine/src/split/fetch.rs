@@ -14,11 +14,13 @@ use super::outage::Outage;
 use super::{Chunk, Split, SplitError, lock};
 use crate::destination::arrival::Arrival;
 use crate::error::MigrateError;
-use crate::paging::supplier::Supplier;
+use crate::paging::supplier::{Supplier, Whose};
 use crate::store::client::{ANSWER_TIMEOUT, Pages, StoreError};
 
 /// How many threads bring pages from one memory host.
 const FETCHERS: usize = 2;
+/// How often it is looked whether the last pages have come.
+const LOOK: Duration = Duration::from_millis(5);
 /// How long a memory host may say nothing where another one can be asked. One that has just gone down costs this once.
 const SOON: Duration = Duration::from_millis(300);
 /// How many pages come together that nobody waits for: a quarter of a chunk, 2 ms on a link of 1 Gbit/s. So long those
@@ -34,7 +36,7 @@ impl Split {
             return Err(error);
         }
         let supplier: Arc<dyn Supplier> = Arc::<Self>::clone(split);
-        split.pager.attach(&supplier);
+        split.pager.attach(Whose::MemoryHosts, &supplier);
         Ok(())
     }
 
@@ -51,7 +53,13 @@ impl Split {
     /// again ([`keep_to`](Self::keep_to)).
     pub fn merge(&self, check: &dyn Fn() -> Result<(), MigrateError>) -> Result<(), SplitError> {
         self.keep_all();
-        self.bring(check)
+        self.bring(check)?;
+        // What follows it from its source comes by itself.
+        while self.pager.missing() > 0 {
+            check()?;
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
     }
 
     /// Brings everything back that is away. The guest runs meanwhile.
@@ -201,7 +209,7 @@ impl Split {
             *lock(&self.heard) = Instant::now();
             let bodies = [(got.full, got.bodies.as_slice())];
             let arrival = Arrival { chunk, bodies: &bodies, zero: got.zero, pooled: None, suspect: PageSet::EMPTY };
-            self.pager.place(&arrival)?;
+            self.pager.place(Whose::MemoryHosts, &arrival)?;
             state.came((number, count), (&got.full, &got.zero), &got.digests);
             self.back.fetch_add(wanted.now.len() as u64, Ordering::Relaxed);
             let left = self.pager.away_in(chunk);

@@ -30,6 +30,8 @@ use crate::paging::whereabouts::Holder;
 
 /// For how long what comes waits for room, where pages leave meanwhile.
 const LONG: Duration = Duration::from_secs(1);
+/// The same for what comes by itself, where nothing leaves.
+const NOT_LONGER: Duration = Duration::from_secs(10);
 
 impl Split {
     /// Pages may leave for this memory host, too, from now on. Its number, by which the map of missing pages knows it,
@@ -216,6 +218,17 @@ impl Split {
             std::thread::sleep(STEP);
         }
         Ok(())
+    }
+
+    /// The same for pages that come from the guest's source by themselves. Not without end: who brings them may have
+    /// gone meanwhile.
+    pub(super) fn make_way_for_others(&self) {
+        let since = Instant::now();
+        let patient = || since.elapsed() < NOT_LONGER;
+        let stays = || self.has_too_much().unwrap_or(false) && (since.elapsed() < LONG || lock(&self.stuck).is_some());
+        while patient() && stays() && !self.has_ended() {
+            std::thread::sleep(STEP);
+        }
     }
 
     /// Whether pages must leave.

@@ -26,6 +26,9 @@ impl PagesElsewhere for Split {
         if self.still.is_on() {
             return Err(MigrateError::Request("a look into a guest that is being handed on").problem());
         }
+        if !self.pager.to_come_in(chunk).and(pages).is_empty() {
+            return Err(MigrateError::Request("a look into a guest whose pages follow it").problem());
+        }
         let mut state = self.chunk(chunk);
         let away = self.pager.away_in(chunk);
         let first = pages.and(&away).iter().next();

@@ -25,6 +25,9 @@ mod lines;
 /// Pages that can be had without the memory host that has them.
 mod parity;
 
+/// What the pager asks of it.
+mod supplies;
+
 /// Pages that come back.
 mod fetch;
 
@@ -123,7 +126,6 @@ use self::room::Room;
 use self::still::Still;
 use crate::error::MigrateError;
 use crate::paging::Pager;
-use crate::paging::supplier::Supplier;
 use crate::paging::whereabouts::Holder;
 use crate::store::client::StoreError;
 
@@ -462,31 +464,6 @@ impl Split {
     fn failed(&self, member: Member, source: StoreError) -> SplitError {
         SplitError::Host { peer: self.lenders.peer(member), source: Box::new(source) }
     }
-}
-
-impl Supplier for Split {
-    fn ask(&self, page: PageIndex, _: u32) {
-        // Where it came back meanwhile, nobody waits for it.
-        let Some(number) = self.host_of(page.chunk) else { return };
-        lock(&self.wanted[number]).push_back(page);
-        self.called[number].notify_one();
-    }
-
-    fn admits(&self, page: PageIndex) -> bool {
-        self.admits_touch(page)
-    }
-
-    fn touched_next(&self, page: PageIndex, here: &PageSet) -> PageSet {
-        self.touched_ahead(page, here)
-    }
-
-    fn heard(&self) -> Instant {
-        *lock(&self.heard)
-    }
-
-    fn hang_up(&self) {}
-
-    fn dismiss(&self) {}
 }
 
 impl std::fmt::Debug for Split {

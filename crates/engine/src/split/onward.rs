@@ -116,18 +116,23 @@ impl Split {
         }
     }
 
-    /// Begins with a guest that comes here, of which these pages stay where they are. Its devices are not loaded yet,
-    /// and it belongs to its source until [`ArrivingSplit::take_over`].
+    /// Begins with a guest that comes here, of which these pages stay where they are, and others `follow` it. Its
+    /// devices are not loaded yet, and it belongs to its source until [`ArrivingSplit::take_over`].
     ///
     /// # Errors
     /// A memory host does not answer, or does not have what it should; the map cannot be written.
-    pub fn arriving(pager: Arc<Pager>, handed: Handed, elsewhere: &Elsewhere) -> Result<ArrivingSplit, SplitError> {
+    pub fn arriving(
+        pager: Arc<Pager>,
+        handed: Handed,
+        elsewhere: &Elsewhere,
+        follow: PageMap,
+    ) -> Result<ArrivingSplit, SplitError> {
         let Handed { lenders, guest, epochs } = handed;
         let is_named = |holder: &Holder| holder.host_number().is_some_and(|number| number < lenders.len());
         if !elsewhere.away.iter().all(|(holder, _)| is_named(holder)) {
             return Err(MigrateError::Request("pages at a memory host that was not named").into());
         }
-        pager.begin_elsewhere(&elsewhere.away)?;
+        pager.begin_elsewhere(&elsewhere.away, follow)?;
         let split = Self::new(pager, lenders, guest, Box::new(Lent(elsewhere.epoch)))?;
         split.still.begin();
         split.take_stock()?;

@@ -234,7 +234,8 @@ impl WayOut<'_> {
             Unused::Ignore => Ok(PageSet::of_chunk(ram.layout(), chunk)),
         };
         let there = there.map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-        let there = there.without(&self.split.pager.away_in(chunk));
+        // What is to come from the source may be here as a round brought it.
+        let there = there.without(&self.split.pager.presence(chunk).0);
         let mut bodies = vec![0; there.len() * PAGE_BYTES];
         ram.load(chunk, &there, &mut bodies).map_err(failed)?;
         let each = || there.iter().zip(bodies.as_chunks::<PAGE_BYTES>().0);

@@ -58,6 +58,9 @@ mod parity_onward;
 /// Both sides of such a guest are compared.
 mod compared;
 
+/// The rest of its pages follows it there.
+mod following;
+
 /// A guest that takes more memory than it has room for.
 mod paced;
 

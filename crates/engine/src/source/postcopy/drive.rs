@@ -175,7 +175,7 @@ impl Session {
         if verifiable {
             let work = &context.work;
             let free = work.free();
-            let ours = AtStop { ram: work.ram.as_ref(), free: free.as_deref(), away: None };
+            let ours = AtStop { ram: work.ram.as_ref(), free: free.as_deref(), away: work.away.get() };
             done.verify = verify::compare(&mut self.link, ours, Compared::AsFirstSeen)?;
         }
         self.link.control.ask(&Request::Release, REPLY_TIMEOUT).map(drop)

@@ -1,7 +1,7 @@
 //! The state that all threads of a migration share after the switchover, over all its sessions.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use sterna_api::MigrateOptions;
 use sterna_api::options::{Compress, Prepaging, SkipFree};
@@ -36,6 +36,8 @@ pub struct Work {
     /// Pages that the guest held free when it stopped: they are zeros there, whatever they hold here. `None` where an
     /// earlier daemon looked, so that they are not known: then they go as they are, which is correct too.
     free: Mutex<Option<Arc<PageMap>>>,
+    /// Pages of a split guest that are at memory hosts, as the destination was told: neither side compares them.
+    pub away: OnceLock<PageMap>,
     /// What pages held that left before the commit.
     pub leaving: Leaving,
     /// The tally of what was done.
@@ -58,6 +60,7 @@ impl Work {
             ram,
             compression: compress.then(|| Meter::new(options.compress, options.compress_level)),
             spare: AtomicU64::new(0),
+            away: OnceLock::new(),
             leaving: Leaving::default(),
             tally: Tally::default(),
         })

@@ -99,7 +99,7 @@ fn load(
     let mut elsewhere = split.as_ref().map(|split| split.stand_still()).transpose()?;
     rounds.collect(*tracker)?;
     rounds.collect_untracked()?;
-    elsewhere.as_mut().map_or(Ok(()), |elsewhere| rounds.leave(elsewhere))?;
+    elsewhere.as_mut().map_or(Ok(()), |elsewhere| rounds.leave(elsewhere, true))?;
     tracing::debug!("what it had written is known");
     let processors = rounds.processors(vmm);
     link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;

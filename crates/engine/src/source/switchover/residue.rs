@@ -4,6 +4,7 @@
 //!   VMM: stop the guest, drain its I/O
 //!   Stopped ─────────────────────────────────▶ device state waits from here on
 //!   collect; from here on faults are served    ┐ VMM: save the devices
+//!   Away …, AwayEnd (of a split guest) ──────▶ │
 //!   Residue …, LoadPostcopy ─────────────────▶ │ none of the residue is shown; devices loaded as they come
 //!   hand over, on record                       ┘
 //!   saved; collect once more: what the VMM wrote while it saved. Those pages must be pending still
@@ -24,6 +25,7 @@ use sterna_protocol::message::Request;
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
+use super::away;
 use super::stop::{DEVICE_TIMEOUT, pause_ms, stop};
 use crate::error::MigrateError;
 use crate::source::departure::Departure;
@@ -31,7 +33,9 @@ use crate::source::link::Link;
 use crate::source::loaded::{Loaded, Residue};
 use crate::source::postcopy::drive::Begun;
 use crate::source::rounds::Rounds;
+use crate::source::stays::Stays;
 use crate::source::track::Tracker;
+use crate::split::Split;
 use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
@@ -63,12 +67,13 @@ pub(super) fn load(
     link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
     let processors = rounds.processors(departure.vmm);
     let began = Instant::now();
-    let Departure { vmm, tracker, throttle, monitor, .. } = departure;
+    let Departure { vmm, tracker, throttle, monitor, split, .. } = departure;
+    let split = split.as_deref();
     let (saved, asked) = std::thread::scope(|scope| {
         let saving = scope.spawn(|| vmm.save_devices().and_then(|()| vmm.saved(DEVICE_TIMEOUT)));
         throttle.loosen();
         monitor.update(|progress| progress.throttle_percent = 0);
-        let asked = leave(rounds, begun, &processors, link, *tracker);
+        let asked = leave((rounds, begun), split, &processors, link, *tracker);
         (saving.join(), asked)
     });
     let asked = asked?;
@@ -106,16 +111,23 @@ pub(super) fn load(
 
 /// Tells the destination which pages are still to come, and makes it load the devices.
 fn leave(
-    rounds: &mut Rounds,
-    begun: &Begun,
+    (rounds, begun): (&mut Rounds, &Begun),
+    split: Option<&Split>,
     processors: &[PageTables],
     link: &mut Link,
     tracker: &mut dyn Tracker,
 ) -> Result<Asked, MigrateError> {
+    // Before the collection: what came until now is in it.
+    let mut elsewhere = split.map(Split::stand_still).transpose()?;
     rounds.collect(tracker)?;
     // Where no round was sent, every page goes as it is now, however it was written.
     if !rounds.done.is_empty() {
         rounds.collect_untracked()?;
+    }
+    if let Some(elsewhere) = &mut elsewhere {
+        rounds.leave(elsewhere, false)?;
+        away::tell(link, elsewhere, rounds.ram.layout())?;
+        rounds.stays.as_ref().and_then(Stays::told).map(|told| begun.work.away.set(told.clone()));
     }
     // The look comes here, not after the guest's start there: pages that are not in the residue are zeros to the guest
     // at once.
