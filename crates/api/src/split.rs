@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::options::Mode;
 use crate::problem::Problem;
 use crate::report::{Report, Status};
 
@@ -66,9 +67,21 @@ pub struct SplitRequest {
     /// memory hosts stays there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub main: Option<String>,
+    /// How it moves there. With `postcopy` it goes at once, all that is here follows it, and what is too much there
+    /// leaves from there; otherwise that leaves first. Without it: by rounds alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<Mode>,
     /// All of it is brought together there, once it runs there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub merge: bool,
+}
+
+impl SplitRequest {
+    /// Whether the guest moves before anything of it leaves.
+    #[must_use]
+    pub fn goes_first(&self) -> bool {
+        self.main.is_some() && self.mode == Some(Mode::Postcopy)
+    }
 }
 
 /// The report on a machine that was split, whose room was changed, or that was merged.

@@ -22,8 +22,8 @@ use crate::{migrate, table};
 /// # Errors
 /// The daemon's problem.
 pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> {
-    let Split { name, main: Main { peer, bytes }, memory, redundancy, unused, json } = wanted;
-    let request = SplitRequest { here_bytes: bytes, memory, redundancy, unused, main: peer, merge: false };
+    let Split { name, main: Main { peer, bytes }, mode, memory, redundancy, unused, json } = wanted;
+    let request = SplitRequest { here_bytes: bytes, memory, redundancy, unused, main: peer, mode, merge: false };
     let report = leave(client, &name, &request).await?;
     let told = tell(&report, &describe(&report), json.as_deref())?;
     // Where its guest is in the end, its migration says.

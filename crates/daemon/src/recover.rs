@@ -197,9 +197,14 @@ impl Recovery<'_> {
             return self.recover_incoming(&record, id);
         }
         // First of all: what is away must not read as zeros, and QEMU itself may wait for it, and answer nobody.
-        let record = split::recover::recover(self.splits, &record, self.may_be_handed_over(&record));
+        // Of a guest that was handed over, and whose QEMU has ended, its RAM files are all that is needed.
+        let record = match running {
+            true => split::recover::recover(self.splits, &record, self.may_be_handed_over(&record)),
+            false => record,
+        };
         if record.split.is_some() {
             return match record.lifecycle {
+                Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
                 Lifecycle::Here => self.care.settle(&record),
                 Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
                 Lifecycle::Incoming(id) => self.recover_incoming(&record, id),

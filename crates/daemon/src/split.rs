@@ -136,7 +136,10 @@ impl Splits {
         };
         let split = remote.split()?;
         let account = former.as_ref().map_or_else(Account::default, |_| split.account());
-        let room = record.split.as_ref().map_or(Room::ALL, SplitRecord::room);
+        let room = match &record.split {
+            Some(split) if !request.goes_first() => split.room(),
+            _ => Room::ALL,
+        };
         let mut exchange = self.exchange(&record, split);
         let check = || monitor.check().and_then(|()| alive(&record));
         let done = split.keep_to(room).map_err(|error| error.problem());

@@ -152,7 +152,7 @@ impl Migrate {
 }
 
 /// A parser for a value of the API by its name there; the names are the possible values in the help.
-fn named<T: DeserializeOwned + Clone + Send + Sync + 'static>(
+pub(super) fn named<T: DeserializeOwned + Clone + Send + Sync + 'static>(
     names: impl IntoIterator<Item = &'static str>,
 ) -> impl TypedValueParser<Value = T> {
     PossibleValuesParser::new(names)

@@ -3,8 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use sterna_api::Mode;
 use sterna_api::split::{MemoryHost, Redundancy, Unused};
 use sterna_api::units::parse_size;
+
+use super::migrate::named;
 
 /// What `--main` says where the guest stays on this host.
 const HERE: &str = "here";
@@ -20,6 +23,12 @@ pub struct Split {
     /// another host the guest moves once the rest has left, and what has left stays where it is.
     #[arg(long, value_name = "here=SIZE|HOST:PORT=SIZE", value_parser = main_host)]
     pub main: Main,
+    /// How the guest moves to another host: precopy, hybrid or postcopy [default: precopy, as long as that takes]
+    ///
+    /// With postcopy it runs there at once and its memory follows; what is too much there leaves from there. It is for
+    /// a guest that writes so much that rounds never end. Otherwise what is too much leaves first, from this host.
+    #[arg(long, value_name = "MODE", value_parser = named::<Mode>(["precopy", "hybrid", "postcopy"]))]
+    pub mode: Option<Mode>,
     /// A host that lends memory (lend_memory), and how much; several times for several hosts
     ///
     /// It needs 4 KiB for each MiB beside the memory itself. Of a machine that is split already these are all that it

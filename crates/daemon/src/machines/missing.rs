@@ -15,14 +15,14 @@ pub struct Bringer(pub Arc<Pager>);
 
 impl fmt::Debug for Bringer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} pages are missing", self.0.missing())
+        write!(f, "{} pages are missing", self.0.to_come())
     }
 }
 
 /// A request that has to wait until all pages of a machine are here.
 #[must_use]
 pub fn still_arriving(name: &str, paging: &Paging, bringer: Option<&Bringer>) -> Problem {
-    let missing = bringer.map(|bringer| bringer.0.missing());
+    let missing = bringer.map(|bringer| bringer.0.to_come());
     let message = format!("'{name}' cannot do that now: {}", whereabouts(missing, &paging.from));
     let hint =
         format!("wait until that is over; 'sterna show {name}' says how many pages are missing, and what it waits for");

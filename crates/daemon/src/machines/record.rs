@@ -358,9 +358,16 @@ impl VmRecord {
         // Files that were to hold it after a fork, and do not yet.
         let forking = self.forking.iter().flatten().flat_map(|block| &block.backings);
         let forking = forking.map(|backing| OwnFile { path: backing.path.clone(), file: Some(backing.file()) });
+        // Where pages follow a machine that is split, one map says what is at its source and what at memory hosts.
+        let is_map = |split: &SplitRecord| self.paging.as_ref().is_some_and(|paging| paging.map == split.map);
         ram.chain(forking)
             .chain(self.paging.iter().map(|paging| OwnFile { path: paging.map.clone(), file: None }))
-            .chain(self.split.iter().map(|split| OwnFile { path: split.map.clone(), file: None }))
+            .chain(
+                self.split
+                    .iter()
+                    .filter(|split| !is_map(split))
+                    .map(|split| OwnFile { path: split.map.clone(), file: None }),
+            )
             .collect()
     }
 

@@ -121,7 +121,7 @@ pub struct Remote {
 
 impl fmt::Debug for Remote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} pages are away", self.pager.missing())
+        write!(f, "{} pages are away", self.pager.away())
     }
 }
 
@@ -214,7 +214,7 @@ impl Remote {
             split.map(|split| split.account()).unwrap_or_default();
         api::Split {
             here_bytes: record.here_bytes,
-            away_pages: self.pager.missing(),
+            away_pages: self.pager.away(),
             memory: record.borrowed.lending(),
             redundancy: record.borrowed.redundancy(),
             unused: record.unused,

@@ -82,7 +82,7 @@ impl Gang {
             let activity = Arc::new(Leaving::new(Arc::clone(job.monitor(index)), &request.to));
             match machines.claim(name, Hold::shared(&activity)) {
                 Ok(record) => {
-                    refused.extend(onward::check(&record, &request.options, &request.to).err());
+                    refused.extend(onward::check(&record, &request.to).err());
                     members.push(record);
                     leaving.push(activity);
                 }

@@ -255,6 +255,13 @@ fn stale(id: MigrationId) -> Problem {
     Problem::new(Code::StaleMigration, Blame::Peer, format!("migration {id} has ended here before"))
 }
 
+/// The memory, bytes, that a machine still needs whose pages follow it: of one that is split no more than may be here.
+fn still_needed(record: &VmRecord, pager: &Pager) -> u64 {
+    let follows = pager.to_come().saturating_mul(PAGE_BYTES as u64);
+    let room = |split: &SplitRecord| split.here_bytes.saturating_sub(record.allocated_bytes());
+    record.split.as_ref().map_or(follows, |split| follows.min(room(split)))
+}
+
 /// A host's name as it calls itself, reduced to what may be shown to people.
 fn name_of(host: &str) -> String {
     if host.len() <= 64 && is_word(host) { host.into() } else { "its source".into() }
@@ -348,13 +355,11 @@ impl Destination {
             let map = self.launcher.new_ram_path(&spec.name);
             started.with_file(&map);
             let (means, addresses) = paging::means(&record, &map)?;
-            match &spec.split {
-                None => record.paging = Some(Paging { id, from: name_of(&spec.from), map, held_back: false }),
-                Some(split) => {
-                    let (split, needed) = onward::coming(split, map, &dir, self.credentials.as_ref())?;
-                    (record.split, handed) = (Some(split), Some(needed));
-                }
+            if let Some(split) = &spec.split {
+                let (split, needed) = onward::coming(split, map.clone(), &dir, self.credentials.as_ref())?;
+                (record.split, handed) = (Some(split), Some(needed));
             }
+            record.paging = Some(Paging { id, from: name_of(&spec.from), map, held_back: false });
             Ok::<_, Problem>((means, addresses))
         });
         let (paging, addresses) = match paging {
@@ -434,14 +439,15 @@ impl Destination {
             let alone = |name: &String| !of_gangs.contains(name) && !names.contains(name);
             let alone = || table.iter().filter(|(name, _)| alone(name)).map(|(_, entry)| entry);
             let entries = alone().filter(|entry| entry.hold.is::<Arriving>());
-            let missing = alone().filter_map(|entry| entry.pager.as_ref());
-            (entries.filter_map(|entry| entry.record.clone()).collect(), missing.map(|pager| pager.0.missing()).sum())
+            let missing =
+                alone().filter_map(|entry| Some(still_needed(entry.record.as_ref()?, &entry.pager.as_ref()?.0)));
+            (entries.filter_map(|entry| entry.record.clone()).collect(), missing.sum())
         };
         let stays =
             |record: &VmRecord| record.split.as_ref().filter(|split| !split.merging).map(|split| split.here_bytes);
         let most = |record: &VmRecord| stays(record).unwrap_or(record.memory_bytes);
         let unfilled = arriving.iter().map(|record| most(record).saturating_sub(record.allocated_bytes()));
-        unfilled.sum::<u64>() + missing.saturating_mul(PAGE_BYTES as u64)
+        unfilled.sum::<u64>() + missing
     }
 
     /// The memory, bytes, that gangs on their way here will still need.

@@ -27,19 +27,16 @@ use crate::machines::split::{EpochFile, SplitRecord};
 use crate::machines::table::Machines;
 use crate::problems::{host, invalid};
 
-/// Whether a split machine can be moved like this, to this address.
+/// Whether a split machine can be moved to this address.
 ///
 /// # Errors
-/// A [`Problem`]: it names the option that cannot be had, or the destination lends the machine memory.
-pub fn check(record: &VmRecord, options: &MigrateOptions, to: &str) -> Result<(), Problem> {
+/// A [`Problem`]: the destination lends the machine memory, or some of it is coming back.
+pub fn check(record: &VmRecord, to: &str) -> Result<(), Problem> {
     let Some(split) = &record.split else { return Ok(()) };
     let refuse = |why: &str| {
         let message = format!("'{}' cannot be moved so: a part of its memory is at memory hosts, {why}", record.name);
         Err(Problem::new(Code::Split, Blame::Request, message))
     };
-    if matches!(options.mode, Mode::Postcopy | Mode::Hybrid) {
-        return refuse("and no more may follow it").map_err(|problem| problem.hint("move it with '--mode precopy'"));
-    }
     if split.borrowed.lending().iter().any(|host| host.peer == to) {
         return refuse(&format!("and {to} is one of these")).map_err(|problem| {
             problem.hint(format!("'sterna split {}' with the others alone has it emptied first", record.name))
@@ -53,16 +50,12 @@ pub fn check(record: &VmRecord, options: &MigrateOptions, to: &str) -> Result<()
     Ok(())
 }
 
-/// The options for a machine: of one that is split, what tells which memory is free may be away itself, and no page
-/// follows it.
+/// The options for a machine: of one that is split, what tells which memory is free may be away itself.
 #[must_use]
 pub fn options(record: &VmRecord, options: &MigrateOptions) -> MigrateOptions {
     match &record.split {
         None => options.clone(),
-        Some(_) => {
-            let no_postcopy = options.no_postcopy || options.mode == Mode::Auto;
-            MigrateOptions { skip_free: SkipFree::Off, no_postcopy, ..options.clone() }
-        }
+        Some(_) => MigrateOptions { skip_free: SkipFree::Off, ..options.clone() },
     }
 }
 
@@ -82,11 +75,13 @@ pub fn leaving(
     Ok(Some((engine, split.borrowed.spec(split.room(), epochs, merge))))
 }
 
-/// How much memory a split machine will have where it goes, bytes.
+/// How much memory a split machine will have where it goes, bytes. What is here of it comes before it may leave again,
+/// except in post-copy, where it comes as there is room.
 #[must_use]
-pub fn needed_bytes(record: &VmRecord, split: &Split, merge: bool) -> u64 {
+pub fn needed_bytes(record: &VmRecord, split: &Split, merge: bool, mode: Mode) -> u64 {
     match (&record.split, merge) {
-        (Some(split), false) => split.here_bytes,
+        (Some(split), false) if mode == Mode::Postcopy => split.here_bytes,
+        (Some(split), false) => split.here_bytes.max(record.content_bytes()),
         _ => record.content_bytes().saturating_add(split.pager().missing().saturating_mul(PAGE_BYTES as u64)),
     }
 }

@@ -180,8 +180,9 @@ impl Mover<'_> {
             movable(record, split.as_ref().map(|(split, _)| split.pager()))?;
         let qmp = control.share();
         let own = number.map(|number| Ticket { host: departures.identity.0, number });
-        let needed = split.as_ref().map_or(0, |(split, _)| onward::needed_bytes(record, split, self.merge));
-        let allocated_bytes = record.content_bytes().max(needed);
+        let needed =
+            split.as_ref().map(|(split, _)| onward::needed_bytes(record, split, self.merge, self.options.mode));
+        let allocated_bytes = needed.unwrap_or_else(|| record.content_bytes());
         let (split, told) = split.unzip();
         let outgoing = Outgoing {
             id,

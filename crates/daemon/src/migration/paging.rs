@@ -126,8 +126,8 @@ pub fn describe(entry: &Entry) -> Option<(vm::Arriving, String)> {
     // machine.
     let paging = record.paging.as_ref().filter(|_| !entry.hold.is::<Arriving>())?;
     let (missing, alone) = match &entry.pager {
-        Some(Bringer(pager)) => (pager.missing(), pager.alone()),
-        None => (read_map(record, &paging.map).ok().flatten().map_or(0, |map| map.away()), None),
+        Some(Bringer(pager)) => (pager.to_come(), pager.alone()),
+        None => (read_map(record, &paging.map).ok().flatten().map_or(0, |map| map.to_come()), None),
     };
     let mut text = whereabouts(Some(missing), &paging.from);
     if let Some(alone) = alone {
@@ -158,8 +158,8 @@ impl Pages {
     pub fn take_in(self: &Arc<Self>, record: &VmRecord, pager: Option<Arc<Pager>>, failed: Option<&Problem>) {
         match pager {
             Some(pager) => {
-                let before = if pager.missing() > 0 { "all its pages are here" } else { "its pages are compared" };
-                tracing::info!(vm = %record.name, missing = pager.missing(), "it runs here before {before}");
+                let before = if pager.to_come() > 0 { "all its pages are here" } else { "its pages are compared" };
+                tracing::info!(vm = %record.name, missing = pager.to_come(), "it runs here before {before}");
                 self.keep_pager(&record.name, pager);
                 let record = if failed.is_some() { self.held_back(record, true) } else { record.clone() };
                 self.care.settle(&record);
@@ -174,7 +174,7 @@ impl Pages {
                         resuming::let_run(&self.care.machines, &whole, problem.with_causes());
                     }
                 }
-                record.paging.iter().for_each(|paging| remove_map(&paging.map));
+                forget_map(record);
             }
         }
     }
@@ -217,7 +217,7 @@ impl Pages {
                 }
                 Found::All => {
                     self.has_all(&record);
-                    stop_tracking(&record);
+                    release_pages(&record);
                     self.run_if_held_back(&record);
                     problem(Code::Paged, "all pages of the guest are here")
                 }
@@ -248,7 +248,7 @@ impl Pages {
         match self.take_over(record) {
             Ok(Found::Some(pager)) => {
                 tracing::info!(
-                    vm = %record.name, missing = pager.missing(),
+                    vm = %record.name, missing = pager.to_come(),
                     "its pages are still to come: it waits for its source"
                 );
                 self.keep_pager(&record.name, pager);
@@ -258,8 +258,7 @@ impl Pages {
             }
             Ok(Found::All) => {
                 let record = self.has_all(record);
-                // With every page in the file no page must be held back.
-                stop_tracking(&record);
+                release_pages(&record);
                 if run && let Err(problem) = let_run(&record, &self.care.machines.dir(&record.name)) {
                     self.care
                         .machines
@@ -298,8 +297,13 @@ impl Pages {
         }
         let map =
             read_map(record, &paging.map).map_err(|error| host("cannot read the map of missing pages", &error))?;
-        if !are_missing(pages, map.map(|map| map.away()), &paging.map)? {
+        if !are_missing(pages, map.map(|map| map.to_come()), &paging.map)? {
             return Ok(Found::All);
+        }
+        if record.split.is_some() {
+            // What brings the others of its pages was taken over first.
+            let remote = self.care.machines.reach(&record.name)?;
+            return Ok(Found::Some(Arc::clone(&remote.pager)));
         }
         let (means, addresses) = means(record, &paging.map)?;
         let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
@@ -370,7 +374,7 @@ impl Pages {
         // Where the disk is full, the record still says that pages are missing, and only an empty map tells the next
         // daemon that none are.
         if self.care.machines.try_store(&whole) {
-            record.paging.iter().for_each(|paging| remove_map(&paging.map));
+            forget_map(record);
         }
         whole
     }
@@ -413,6 +417,20 @@ fn are_missing(pages: Option<records::Pages>, away: Option<u64>, map: &Path) -> 
         }
         (Some(records::Pages::Here), _) | (None, None) => Ok(false),
         (_, Some(away)) => Ok(away > 0),
+    }
+}
+
+/// With every page in the file no page must be held back, but those of a machine that is split.
+fn release_pages(record: &VmRecord) {
+    if record.split.is_none() {
+        stop_tracking(record);
+    }
+}
+
+/// No page follows a machine any more: its map is of no use, but where it is split.
+fn forget_map(record: &VmRecord) {
+    if record.split.is_none() {
+        record.paging.iter().for_each(|paging| remove_map(&paging.map));
     }
 }
 

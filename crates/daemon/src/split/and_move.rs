@@ -2,7 +2,8 @@
 //! guest runs where it was; then the guest goes, with what is left, and what has left stays where it is.
 //!
 //! The two are one after the other, each as it is by itself. So nothing travels twice but what the guest writes, and
-//! whatever fails leaves a machine that is as it was before.
+//! whatever fails leaves a machine that is as it was before. In post-copy the guest goes first, with memory hosts of
+//! which it has nothing yet: what is too much where it runs leaves from there, as it comes.
 
 use std::sync::Arc;
 
@@ -30,7 +31,12 @@ pub fn split(
     request: &SplitRequest,
     monitor: &Arc<Monitor>,
 ) -> Result<SplitReport, Problem> {
-    let Some(main) = &request.main else { return splits.split(name, request, monitor) };
+    let Some(main) = &request.main else {
+        if request.mode.is_some() {
+            return Err(invalid("'mode' is how the guest moves to 'main', and there is none"));
+        }
+        return splits.split(name, request, monitor);
+    };
     check_address(main)?;
     if splits.listen.as_ref() == Some(main) {
         return Err(invalid(format!("{main} is this host: the guest stays where 'main' is left out")));
@@ -43,7 +49,10 @@ pub fn split(
     if report.status != Status::Completed {
         return Ok(report);
     }
-    let options = MigrateOptions { no_postcopy: true, ..MigrateOptions::default() };
+    let options = match request.mode {
+        Some(mode) => MigrateOptions { mode, ..MigrateOptions::default() },
+        None => MigrateOptions { no_postcopy: true, ..MigrateOptions::default() },
+    };
     let asked =
         MigrateRequest { vms: vec![name.into()], family: None, to: main.clone(), options, merge: request.merge };
     let failed = match migrate(departures, &asked) {

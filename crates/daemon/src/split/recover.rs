@@ -42,7 +42,7 @@ pub fn recover(splits: &Arc<Splits>, record: &VmRecord, held: bool) -> VmRecord 
         }
         Ok(Some(_)) => match take_over(record, split) {
             Ok(remote) => {
-                tracing::info!(vm = %record.name, away = remote.pager.missing(), "a part of it is at memory hosts");
+                tracing::info!(vm = %record.name, away = remote.pager.away(), "a part of it is at memory hosts");
                 if held {
                     remote.hold();
                 }
@@ -134,7 +134,8 @@ fn end_of(record: &VmRecord, what: &str, work: impl Fn(&Arc<Monitor>) -> Result<
     while alive(record).is_ok() {
         match work(&Arc::new(Monitor::new(name))) {
             // Somebody does something else with it, or it is still being taken over.
-            Err(problem) if problem.code == Code::VmBusy => std::thread::sleep(RETRY),
+            // The same where pages follow it from its source.
+            Err(problem) if [Code::VmBusy, Code::StillArriving].contains(&problem.code) => std::thread::sleep(RETRY),
             Err(problem) => {
                 return tracing::warn!(vm = %name, "its {what} is not gone on with: {}", problem.with_causes());
             }

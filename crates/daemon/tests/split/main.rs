@@ -9,6 +9,8 @@ mod parity;
 /// Their redundancy is changed.
 mod redundancy;
 
+/// The rest of their pages follows them.
+mod following;
 /// Machines that move while a part of their memory stays where it is.
 mod onward;
 

@@ -20,7 +20,7 @@ fn over(lenders: &[&Host], redundancy: &str) -> Value {
 }
 
 /// A machine with more content than may be here: some of it is away, however often all of it comes and leaves.
-fn run_fuller(host: &Host) {
+pub fn run_fuller(host: &Host) {
     host.run_full("m");
     let ram = File::options().write(true).open(host.ram_of("m")).expect("its RAM");
     ram.write_all_at(&content(host), FULL.end).expect("room");
