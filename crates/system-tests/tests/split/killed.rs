@@ -22,6 +22,24 @@ const MESSAGES: [Point; 9] = [
     Point::Reply("commit"),
 ];
 
+/// The same where the rest of its pages follows it.
+const MESSAGES_OF_POSTCOPY: [Point; 14] = [
+    Point::Request("stopped"),
+    Point::Request("away"),
+    Point::Request("away-end"),
+    Point::Request("load-postcopy"),
+    Point::Reply("load-postcopy"),
+    Point::Request("commit"),
+    Point::Reply("commit"),
+    Point::Request("paging"),
+    Point::Reply("paging"),
+    Point::Request("complete"),
+    Point::Reply("complete"),
+    Point::Request("chunk-digests"),
+    Point::Request("release"),
+    Point::Reply("release"),
+];
+
 /// Whose daemon is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
@@ -55,8 +73,10 @@ pub fn on_its_way() -> Site {
     site
 }
 
-fn begin(site: &Site, detour: Option<&str>) -> Attempt {
-    site.begin(detour, &["--mode", "precopy", "--verify"])
+fn begin(site: &Site, detour: Option<&str>, mode: &str) -> Attempt {
+    // Slow enough for its pages to be on their way when it is killed.
+    let slowly: &[&str] = if mode == "precopy" { &[] } else { &["--postcopy-bandwidth", "20MB"] };
+    site.begin(detour, &[&["--mode", mode, "--verify"], slowly].concat())
 }
 
 /// Begins something, and kills the daemon of a host at the step of this number, of which the name is returned: none
@@ -93,9 +113,13 @@ fn is_whole(site: &mut Site, attempt: Attempt, what: &str) {
     println!("{what}: exit status {}, it has moved: {moved}", answer.code);
     site.nothing_is_left_there();
     site.is_heard_of();
-    // Before, it is not moved again.
-    site.eventually("its memory hosts have answered", || ask(site, &words_over(site, HERE, &[])).code == 0);
+    is_ready(site);
     assert!(away(site).is_some_and(|pages| pages > 0), "{what}: nothing of it is away");
+}
+
+/// Its pages have come, and its memory hosts have answered: before, it is not moved again.
+fn is_ready(site: &Site) {
+    site.eventually("its memory hosts have answered", || ask(site, &words_over(site, HERE, &[])).code == 0);
 }
 
 /// All of its guest's pages are as it wrote them, and it is a guest as any other.
@@ -110,18 +134,28 @@ fn comes_together(mut site: Site) {
 
 #[test]
 fn a_split_guest_that_moves_is_whole_at_whichever_record_a_daemon_of_its_is_killed() {
+    at_each_record("precopy");
+}
+
+#[test]
+fn a_split_guest_whose_pages_follow_it_is_whole_at_whichever_record_a_daemon_of_its_is_killed() {
+    at_each_record("postcopy");
+}
+
+fn at_each_record(mode: &str) {
     let _turn = turn();
     if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = on_its_way();
     let steps = Steps::of(&mut site, &["a", "b"]);
-    site.eventually("its memory hosts have answered", || begin(&site, None).end().code == 0);
+    site.eventually("its memory hosts have answered", || begin(&site, None, mode).end().code == 0);
     site.moved();
     let mut all = Vec::new();
     for victim in [Victim::Source, Victim::Destination] {
+        is_ready(&site);
         steps.begin(site.daemon_at(victim.host(&site)), None);
-        begin(&site, None).end().expect(0, &[]);
+        begin(&site, None, mode).end().expect(0, &[]);
         site.moved();
         site.nothing_is_left_there();
         let taken = steps.end();
@@ -130,7 +164,7 @@ fn a_split_guest_that_moves_is_whole_at_whichever_record_a_daemon_of_its_is_kill
     }
     for (number, (victim, step)) in chosen(&all).into_iter().enumerate() {
         let host = victim.host(&site);
-        let (attempt, name) = killed_at(&mut site, &steps, (host, step), |site| begin(site, None));
+        let (attempt, name) = killed_at(&mut site, &steps, (host, step), |site| begin(site, None, mode));
         is_whole(&mut site, attempt, &format!("{number}: {victim:?} {step} {name:?}"));
         if number % all.len() == 0 {
             site.checker_is_well();
@@ -142,17 +176,26 @@ fn a_split_guest_that_moves_is_whole_at_whichever_record_a_daemon_of_its_is_kill
 
 #[test]
 fn a_split_guest_that_moves_is_whole_at_whichever_message_a_daemon_of_its_is_killed() {
+    at_each_message("precopy", &MESSAGES);
+}
+
+#[test]
+fn a_split_guest_whose_pages_follow_it_is_whole_at_whichever_message_a_daemon_of_its_is_killed() {
+    at_each_message("postcopy", &MESSAGES_OF_POSTCOPY);
+}
+
+fn at_each_message(mode: &str, messages: &[Point]) {
     let _turn = turn();
     if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = on_its_way();
     let victims = [Victim::Source, Victim::Destination, Victim::MemoryHost];
-    let all: Vec<_> = victims.iter().flat_map(|victim| MESSAGES.iter().map(|point| (*victim, *point))).collect();
+    let all: Vec<_> = victims.iter().flat_map(|victim| messages.iter().map(|point| (*victim, *point))).collect();
     for (number, (victim, point)) in chosen(&all).into_iter().enumerate() {
         let (host, proxy) = (victim.host(&site), Proxy::start(site.here(), site.there()));
         proxy.hold(point);
-        let attempt = begin(&site, Some(&proxy.address));
+        let attempt = begin(&site, Some(&proxy.address), mode);
         proxy.wait_until_held();
         site.kill_daemon(host);
         match victim {
