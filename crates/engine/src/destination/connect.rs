@@ -135,7 +135,6 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         Request::Propose { id, spec, streams, postcopy, verify }
             if *id == session.id.0 && (1..=MAX_STREAMS).contains(streams) =>
         {
-            // A page that follows would be at a third place.
             let postcopy = *postcopy && session.agreed.features.contains(Features::POSTCOPY);
             let (spec, streams, verify) = (VmSpec { kin, split, small_pages, ..(**spec).clone() }, *streams, *verify);
             Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining, tickets, clone }))

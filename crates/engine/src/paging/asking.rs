@@ -30,7 +30,7 @@ impl Pager {
             before.hang_up();
         }
         // A fault that comes meanwhile either is among those that wait, or asks afterwards.
-        let _asking = self.asking();
+        let _asking = self.asking(whose);
         let (before, waiting) = {
             let mut state = self.lock();
             let theirs = state.waiting.iter().filter(|(page, _)| state.whose(**page) == whose);
@@ -53,12 +53,9 @@ impl Pager {
 
     /// Asks for a page, where somebody is there to bring it.
     pub(super) fn ask(&self, page: PageIndex, thread: u32) {
-        let _asking = self.asking();
-        let supplier = {
-            let mut state = self.lock();
-            let whose = state.whose(page);
-            state.suppliers.of(whose).clone()
-        };
+        let whose = self.lock().whose(page);
+        let _asking = self.asking(whose);
+        let supplier = self.lock().suppliers.of(whose).clone();
         if let Some(supplier) = supplier {
             supplier.ask(page, thread);
         }
@@ -126,8 +123,8 @@ impl Pager {
         longest
     }
 
-    /// One at a time asks, on a way that may be slow. Locked before the state.
-    fn asking(&self) -> MutexGuard<'_, ()> {
-        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
+    /// One at a time asks each side, on a way that may be slow. Locked before the state.
+    fn asking(&self, whose: Whose) -> MutexGuard<'_, ()> {
+        self.asking[whose as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

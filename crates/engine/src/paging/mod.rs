@@ -109,8 +109,8 @@ pub struct Pager {
     pagemap: Pagemap,
     state: Mutex<State>,
     changed: Condvar,
-    /// One at a time asks the supplier. Locked before `state`.
-    asking: Mutex<()>,
+    /// One at a time asks each supplier: nobody who needs one waits for the other. Locked before `state`.
+    asking: [Mutex<()>; 2],
     account: Mutex<Account>,
     /// Held while a page that is not missing is mapped for a fault, and while pages become missing: what was current
     /// when it was looked at is not mapped once it is stale.
@@ -241,7 +241,7 @@ impl Pager {
             pagemap,
             state: Mutex::new(state),
             changed: Condvar::new(),
-            asking: Mutex::default(),
+            asking: Default::default(),
             account: Mutex::default(),
             settling: Mutex::default(),
             faulting: AtomicUsize::new(0),
