@@ -414,6 +414,11 @@ impl Userfault {
         }
     }
 
+    /// Whether this user is there.
+    pub(crate) fn is_used_by(&self, user: User) -> bool {
+        self.users().present.contains(&user)
+    }
+
     fn users(&self) -> MutexGuard<'_, Users> {
         self.users.lock().unwrap_or_else(PoisonError::into_inner)
     }

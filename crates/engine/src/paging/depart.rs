@@ -35,6 +35,7 @@ use super::claim::Claim;
 use super::whereabouts::Holder;
 use crate::agent::UnderWay;
 use crate::error::MigrateError;
+use crate::faults::User;
 use crate::faults::fence::{Fence, Patience};
 use crate::memory::{for_each_body, is_zero};
 
@@ -165,6 +166,23 @@ impl Pager {
         };
         fenced.open()?;
         Ok(departed)
+    }
+
+    /// Takes chunks out of the VMM's page tables: what is here of them stays, and the next access to it faults.
+    ///
+    /// # Errors
+    /// The VMM does not answer.
+    pub fn unmap(&self, chunks: &[ChunkIndex]) -> Result<(), MigrateError> {
+        let layout = self.ram.layout();
+        let pages = |chunk: ChunkIndex| layout.place(chunk).map_or(0, |place| place.pages);
+        let ranges: Vec<_> = chunks.iter().map(|chunk| self.addresses(*chunk, 0, pages(*chunk))).collect();
+        self.ram.mappings().drop_mappings(self.faults.inside().as_mut(), &ranges)
+    }
+
+    /// Whether the guest's writes are tracked.
+    #[must_use]
+    pub fn is_tracked(&self) -> bool {
+        self.userfault.is_used_by(User::Tracking)
     }
 
     /// Takes what is at memory hosts out of the RAM file, where an earlier daemon was killed before it did. Before

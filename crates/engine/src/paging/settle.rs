@@ -83,9 +83,15 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
             let mut only = PageSet::EMPTY;
             only.insert(page.page);
             let shown = pager.show(page.chunk, &only)?;
-            // The thread runs already; the pages behind this one will be wanted next.
-            let mut behind = PageSet::EMPTY;
-            behind.insert_run(usize::from(page.page) + 1, NEIGHBOURS);
+            // The thread runs already; the pages behind this one will be wanted next, or all of them.
+            let supplier = pager.lock().suppliers.of(Whose::MemoryHosts).clone();
+            let behind = if supplier.is_some_and(|supplier| supplier.touched(page)) {
+                PageSet::of_chunk(pager.ram.layout(), page.chunk).without(&only)
+            } else {
+                let mut behind = PageSet::EMPTY;
+                behind.insert_run(usize::from(page.page) + 1, NEIGHBOURS);
+                behind
+            };
             let there = pager
                 .ram
                 .allocated_in(page.chunk)

@@ -7,19 +7,26 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use sterna_protocol::layout::ChunkIndex;
 
+/// The part of all chunks that are named ahead of the hand, and how many at a time at least.
+const AHEAD: u32 = 8;
+const AT_A_TIME: u32 = 16;
+
 /// The clock of one guest's chunks. Any number of threads note what comes back; one turns the hand.
 #[derive(Debug)]
 pub struct Clock {
     /// Came back since the hand passed by.
     wanted: Vec<AtomicBool>,
     hand: AtomicU32,
+    /// How far the chunks are named that the hand comes to next: so many ahead of it.
+    named: AtomicU32,
 }
 
 impl Clock {
     /// Of so many chunks, none of which is wanted.
     #[must_use]
     pub fn new(chunks: u32) -> Self {
-        Self { wanted: (0..chunks).map(|_| AtomicBool::new(false)).collect(), hand: AtomicU32::new(0) }
+        let wanted = (0..chunks).map(|_| AtomicBool::new(false)).collect();
+        Self { wanted, hand: AtomicU32::new(0), named: AtomicU32::new(0) }
     }
 
     /// Notes that the guest wanted a chunk back.
@@ -29,12 +36,28 @@ impl Clock {
         }
     }
 
+    /// Chunks that the hand comes to some time from now and that were not named yet: an eighth of all are named ahead
+    /// of it, some at a time. Those that it comes to very soon are not among them.
+    pub fn ahead(&self) -> Vec<ChunkIndex> {
+        let count = self.wanted.len() as u32;
+        let far = (count / AHEAD).max((2 * AT_A_TIME).min(count));
+        let (some, soon) = (AT_A_TIME.min(far / 2), far / 4);
+        let named = self.named.load(Ordering::Relaxed).max(soon);
+        if far - named < some || some == 0 {
+            return Vec::new();
+        }
+        self.named.store(far, Ordering::Relaxed);
+        let hand = self.hand.load(Ordering::Relaxed);
+        (named..far).map(|ahead| ChunkIndex((hand + ahead) % count)).collect()
+    }
+
     /// The next chunk that may leave; `None` where all were passed by once and all were wanted: the next call finds
     /// one.
     pub fn next(&self) -> Option<ChunkIndex> {
         for _ in 0..self.wanted.len() {
             let at = self.hand.load(Ordering::Relaxed);
             self.hand.store((at + 1) % self.wanted.len() as u32, Ordering::Relaxed);
+            self.named.store(self.named.load(Ordering::Relaxed).saturating_sub(1), Ordering::Relaxed);
             if !self.wanted[at as usize].swap(false, Ordering::Relaxed) {
                 return Some(ChunkIndex(at));
             }
@@ -59,6 +82,22 @@ mod tests {
         (0..4).for_each(|chunk| clock.came(ChunkIndex(chunk)));
         assert_eq!(next(2), [None, Some(3)], "all are wanted, and one must go");
         assert_eq!(Clock::new(0).next(), None);
+    }
+
+    #[test]
+    fn an_eighth_of_all_is_named_ahead_of_the_hand_each_once_a_round_and_many_at_a_time() {
+        let clock = Clock::new(256);
+        let mut named = Vec::new();
+        for turn in 0..256 {
+            let ahead: Vec<_> = clock.ahead().into_iter().map(|chunk| chunk.0).collect();
+            assert!(ahead.is_empty() || ahead.len() >= AT_A_TIME as usize, "{ahead:?}");
+            named.extend(ahead);
+            let chunk = clock.next().unwrap().0;
+            // But for the first, which come too soon.
+            assert!(turn < 8 || named.contains(&chunk), "{chunk} was not named");
+        }
+        assert_eq!(named[..256], (0..256).map(|chunk| (chunk + 8) % 256).collect::<Vec<_>>());
+        assert!(Clock::new(0).ahead().is_empty() && Clock::new(8).ahead().len() == 6);
     }
 
     /// A guest that uses a part of its chunks over and over, and the others seldom: with room for that part and a

@@ -7,6 +7,7 @@ use sterna_api::{Problem, Unused};
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
+use super::hotness::Worth;
 use super::out::WayOut;
 use super::outage::Outage;
 use super::room::Room;
@@ -35,6 +36,16 @@ impl Split {
             self.set_room(None, 0);
         }
         started
+    }
+
+    /// Watches whether the guest uses this chunk; whether it has since the last call. For tests.
+    ///
+    /// # Errors
+    /// The VMM does not answer.
+    #[doc(hidden)]
+    pub fn was_used(&self, chunk: ChunkIndex) -> Result<bool, MigrateError> {
+        let used = self.hotness.was_used(chunk);
+        self.hotness.watch(&[chunk]).map(|()| used == Some(true))
     }
 
     /// How much of the guest is here, bytes.
@@ -92,6 +103,7 @@ impl Split {
     /// Until the end, or an error of this host's, which has an `outage` then.
     fn make_room_by(&self, way: &mut WayOut<'_>, outage: &mut Outage) -> Result<(), SplitError> {
         let (mut turns, mut in_vain, mut leaving, mut forgotten) = (Turns::new(), 0, false, Instant::now());
+        let (mut spared, mut worth) = (0, Worth::of(self.chunks.len() as u32));
         while !self.has_ended() {
             if self.still.is_on() {
                 self.rest(LOOK);
@@ -120,13 +132,23 @@ impl Split {
                 self.rest(LOOK);
                 continue;
             }
+            if worth.turn() {
+                self.hotness.watch(&self.clock.ahead())?;
+            }
             let Some(chunk) = self.clock.next() else { continue };
+            let used = self.hotness.was_used(chunk);
+            used.into_iter().for_each(|used| worth.note(used));
+            // It stays for this round; where all are in use one must go.
+            if used == Some(true) && spared < self.chunks.len() / 4 {
+                spared += 1;
+                continue;
+            }
             let left = self.send_anywhere(way, chunk, &mut turns)?;
             outage.over();
             if left.is_empty() {
                 in_vain += 1;
             } else {
-                (in_vain, *lock(&self.stuck)) = (0, None);
+                (in_vain, spared, *lock(&self.stuck)) = (0, 0, None);
                 // Under the lock, so that it is this room's ceiling that comes down.
                 lock(&self.room).inspect(|room| self.pace.left(*room, (left.len() * PAGE_BYTES) as u64));
             }

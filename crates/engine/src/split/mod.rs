@@ -46,6 +46,9 @@ pub mod out;
 /// Which chunk leaves next.
 pub mod clock;
 
+/// Which chunks the guest uses.
+mod hotness;
+
 /// What is known of a chunk.
 mod chunk;
 
@@ -115,6 +118,7 @@ use self::ahead::Ahead;
 use self::chunk::Chunk;
 use self::clock::Clock;
 pub use self::error::SplitError;
+use self::hotness::{DroppedMappings, Hotness};
 use self::lender::Member;
 pub use self::lender::{Lender, Parity, Part};
 pub use self::lines::Epochs;
@@ -142,6 +146,7 @@ pub struct Split {
     /// The same of pages that are touched for the first time.
     touched: Mutex<Ahead>,
     clock: Clock,
+    hotness: Box<dyn Hotness>,
     /// How much of the guest may be here, where that is bounded.
     room: Mutex<Option<Room>>,
     pace: Pace,
@@ -219,6 +224,7 @@ impl Split {
         }
         let chunks = pager.ram().layout().chunks();
         let lenders = Lenders::new(lenders, guest, chunks, epochs)?;
+        let hotness = Box::new(DroppedMappings::of(&pager));
         let split = Self {
             pager,
             lenders,
@@ -229,6 +235,7 @@ impl Split {
             ahead: Mutex::default(),
             touched: Mutex::default(),
             clock: Clock::new(chunks),
+            hotness,
             room: Mutex::default(),
             pace: Pace::new(),
             on_the_way: Mutex::default(),

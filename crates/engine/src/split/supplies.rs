@@ -20,6 +20,10 @@ impl Supplier for Split {
         self.admits_touch(page)
     }
 
+    fn touched(&self, page: PageIndex) -> bool {
+        self.hotness.touched(page)
+    }
+
     fn touched_next(&self, page: PageIndex, here: &PageSet) -> PageSet {
         self.touched_ahead(page, here)
     }

@@ -38,6 +38,8 @@ mod lending;
 
 /// Memory hosts that are exchanged.
 mod hosts;
+/// Which chunks leave.
+mod hot;
 /// The same, for others with another redundancy.
 mod layouts;
 
