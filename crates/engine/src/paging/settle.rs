@@ -43,9 +43,9 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
         return pager.userfault.wake(address).map(|()| true);
     };
     let settling = pager.settling.lock().unwrap_or_else(PoisonError::into_inner);
-    let first = {
+    let (first, hosts) = {
         let mut state = pager.lock();
-        if !state.whereabouts.is_away(page.chunk, page.page) {
+        let first = if !state.whereabouts.is_away(page.chunk, page.page) {
             None
         } else {
             let waiters = state.waiting.entry(page).or_default();
@@ -55,7 +55,8 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
                 waiters.push(Waiter { thread: fault.thread, since: now });
             }
             Some(first)
-        }
+        };
+        (first, state.suppliers.of(Whose::MemoryHosts).clone())
     };
     if first.is_some() {
         // The way to the supplier may be slow.
@@ -70,22 +71,20 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
         None => {
             pager.account().local();
             if !fault.minor {
-                let supplier = pager.lock().suppliers.of(Whose::MemoryHosts).clone();
-                let Some(supplier) = supplier else { return pager.show_zero(page) };
-                if !supplier.admits(page) {
+                let Some(hosts) = hosts else { return pager.show_zero(page) };
+                if !hosts.admits(page) {
                     return Ok(false);
                 }
                 let shown = pager.show_zero(page)?;
                 // The thread runs already.
-                pager.show_zeros_ahead(supplier.as_ref(), page)?;
+                pager.show_zeros_ahead(hosts.as_ref(), page)?;
                 return Ok(shown);
             }
             let mut only = PageSet::EMPTY;
             only.insert(page.page);
             let shown = pager.show(page.chunk, &only)?;
             // The thread runs already; the pages behind this one will be wanted next, or all of them.
-            let supplier = pager.lock().suppliers.of(Whose::MemoryHosts).clone();
-            let behind = if supplier.is_some_and(|supplier| supplier.touched(page)) {
+            let behind = if hosts.is_some_and(|hosts| hosts.touched(page)) {
                 PageSet::of_chunk(pager.ram.layout(), page.chunk).without(&only)
             } else {
                 let mut behind = PageSet::EMPTY;

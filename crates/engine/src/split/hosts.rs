@@ -213,7 +213,7 @@ impl Split {
     /// A guest that takes memory faster than it leaves would have this wait for ever; then a chunk comes every second.
     fn wait_for_room_for_a_chunk(&self, check: &dyn Fn() -> Result<(), MigrateError>) -> Result<(), SplitError> {
         let since = Instant::now();
-        while self.has_too_much()? && (since.elapsed() < LONG || lock(&self.stuck).is_some()) && !self.has_ended() {
+        while self.is_to_wait(since)? {
             check()?;
             std::thread::sleep(STEP);
         }
@@ -224,11 +224,15 @@ impl Split {
     /// gone meanwhile.
     pub(super) fn make_way_for_others(&self) {
         let since = Instant::now();
-        let patient = || since.elapsed() < NOT_LONGER;
-        let stays = || self.has_too_much().unwrap_or(false) && (since.elapsed() < LONG || lock(&self.stuck).is_some());
-        while patient() && stays() && !self.has_ended() {
+        while since.elapsed() < NOT_LONGER && self.is_to_wait(since).unwrap_or(false) {
             std::thread::sleep(STEP);
         }
+    }
+
+    /// Whether what has waited for room since then is to wait on: a while where pages leave, and as long as none does.
+    fn is_to_wait(&self, since: Instant) -> Result<bool, MigrateError> {
+        let patient = || since.elapsed() < LONG || lock(&self.stuck).is_some();
+        Ok(self.has_too_much()? && patient() && !self.has_ended())
     }
 
     /// Whether pages must leave.

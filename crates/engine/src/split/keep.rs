@@ -137,7 +137,9 @@ impl Split {
             }
             let Some(chunk) = self.clock.next() else { continue };
             let used = self.hotness.was_used(chunk);
-            used.into_iter().for_each(|used| worth.note(used));
+            if let Some(used) = used {
+                worth.note(used);
+            }
             // It stays for this round; where all are in use one must go.
             if used == Some(true) && spared < self.chunks.len() / 4 {
                 spared += 1;
