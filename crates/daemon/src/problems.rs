@@ -26,6 +26,13 @@ pub fn busy(name: &str, with: &str) -> Problem {
         .hint("wait until that has ended, or 'sterna cancel' it")
 }
 
+/// Whether a machine is busy with something else, or pages follow it: that ends by itself, and then it can be asked
+/// again.
+#[must_use]
+pub fn passes(problem: &Problem) -> bool {
+    [Code::VmBusy, Code::StillArriving].contains(&problem.code)
+}
+
 /// The problem of a request that contradicts itself or the rules.
 #[must_use]
 pub fn invalid(message: impl Into<String>) -> Problem {

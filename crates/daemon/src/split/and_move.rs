@@ -33,7 +33,7 @@ pub fn split(
 ) -> Result<SplitReport, Problem> {
     let Some(main) = &request.main else {
         if request.mode.is_some() {
-            return Err(invalid("'mode' is how the guest moves to 'main', and there is none"));
+            return Err(invalid("'mode' says how the guest moves to another host, and 'main' names none"));
         }
         return splits.split(name, request, monitor);
     };

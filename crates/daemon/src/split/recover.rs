@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_api::{Code, Problem, SplitReport, SplitRequest};
+use sterna_api::{Problem, SplitReport, SplitRequest};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
 use sterna_engine::split::Split;
@@ -24,7 +24,7 @@ use crate::machines::record::VmRecord;
 use crate::machines::split::{EpochFile, Remote, SplitRecord};
 use crate::migration::arriving::Arriving;
 use crate::migration::paging::{pager, read_map};
-use crate::problems::host;
+use crate::problems::{host, passes};
 
 /// How long a machine that is to come together waits for others that are on their way here.
 const OTHERS: Duration = Duration::from_secs(60);
@@ -133,9 +133,8 @@ fn end_of(record: &VmRecord, what: &str, work: impl Fn(&Arc<Monitor>) -> Result<
     let name = &record.name;
     while alive(record).is_ok() {
         match work(&Arc::new(Monitor::new(name))) {
-            // Somebody does something else with it, or it is still being taken over.
-            // The same where pages follow it from its source.
-            Err(problem) if [Code::VmBusy, Code::StillArriving].contains(&problem.code) => std::thread::sleep(RETRY),
+            // Somebody does something else with it, it is still being taken over, or pages follow it.
+            Err(problem) if passes(&problem) => std::thread::sleep(RETRY),
             Err(problem) => {
                 return tracing::warn!(vm = %name, "its {what} is not gone on with: {}", problem.with_causes());
             }

@@ -6,12 +6,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_api::{Code, Problem};
+use sterna_api::Problem;
 use sterna_engine::monitor::Monitor;
 
 use super::{Parting, Splits, fewer};
 use crate::machines::claim::Claimed;
 use crate::machines::hold::Hold;
+use crate::problems::passes;
 
 /// How often it is looked who does not answer.
 const LOOK: Duration = Duration::from_secs(1);
@@ -84,8 +85,8 @@ fn begin_without(splits: &Arc<Splits>, name: String, peer: String) {
                 silent = peer,
                 "nobody takes the place of a memory host that does not answer: another one that goes would cost pages"
             ),
-            // Somebody else does something with it. It is tried again.
-            Err(problem) if problem.code == Code::VmBusy => {
+            // Somebody else does something with it, or pages follow it. It is tried again.
+            Err(problem) if passes(&problem) => {
                 tracing::debug!(vm = name, silent = peer, "{}", problem.with_causes());
             }
             Err(problem) => tracing::warn!(
