@@ -98,8 +98,7 @@ impl Pager {
     /// Notes the pages of a chunk that have memory here and that the guest has not seen. It gives memory to none.
     fn note_what_is_here(&self, chunk: ChunkIndex) -> Result<(), MigrateError> {
         self.give_way();
-        let there = self.ram.allocated_in(chunk);
-        let there = there.map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
+        let there = self.allocated_in(chunk)?;
         self.note_unseen(chunk, &there)
     }
 }

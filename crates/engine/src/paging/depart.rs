@@ -32,6 +32,7 @@ use sterna_protocol::pages::PageSet;
 
 use super::Pager;
 use super::claim::Claim;
+use super::supplier::Whose;
 use super::whereabouts::Holder;
 use crate::agent::UnderWay;
 use crate::error::MigrateError;
@@ -63,6 +64,14 @@ pub struct Departed {
     pub away: PageSet,
     /// Those that are zeros.
     pub zero: PageSet,
+    /// Those of both whose memory the host has again: it was looked. A part of a huge page is freed where the kernel
+    /// can split that, which it cannot while a device is reading into another part of it.
+    pub freed: PageSet,
+}
+
+impl Departed {
+    /// Nothing has left.
+    pub const NOTHING: Self = Self { away: PageSet::EMPTY, zero: PageSet::EMPTY, freed: PageSet::EMPTY };
 }
 
 impl Pager {
@@ -143,11 +152,11 @@ impl Pager {
         let chunk = copy.chunk;
         let runs = copy.pages.or(&copy.zero).runs().map(|(start, length)| self.addresses(chunk, start, length));
         let Some(fenced) = fence.close(runs.collect(), patience)? else {
-            return Ok(Departed { away: PageSet::EMPTY, zero: PageSet::EMPTY });
+            return Ok(Departed::NOTHING);
         };
         // Before they are compared: what has ended until now is in them.
         let read_into = self.read_into(chunk, &copy.pages.or(&copy.zero))?;
-        let Departed { away, zero } = self.unchanged(copy)?;
+        let (away, zero) = self.unchanged(copy)?;
         let (away, zero) = (away.without(&read_into), zero.without(&read_into));
         let away = self.not_waited_for(fence, chunk, &away)?;
         self.with_inside(|given_back, inside| self.look(given_back, inside));
@@ -160,12 +169,33 @@ impl Pager {
             self.with_given_back(|given_back| given_back.rewritten(chunk, &leaving.pages));
             let noted = self.lock().whereabouts.departed(chunk, &leaving.pages, copy.holder);
             noted.map_err(MigrateError::host("writing down which pages have left"))?;
-            let taken = self.ram.discard(chunk, &leaving.pages.or(&zero));
-            taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))?;
-            Departed { away: leaving.pages, zero }
+            let freed = self.take_out(chunk, &leaving.pages.or(&zero))?;
+            Departed { away: leaving.pages, zero, freed }
         };
         fenced.open()?;
         Ok(departed)
+    }
+
+    /// Takes out of the RAM file what has left of a chunk and has memory all the same: it was a part of a huge page
+    /// that could not be split. Returns those whose memory the host has now.
+    ///
+    /// # Errors
+    /// The file system refuses.
+    pub fn take_out_again(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
+        let there = self.allocated_in(chunk)?.and(&self.away_in(chunk));
+        if there.is_empty() {
+            return Ok(there);
+        }
+        // Nobody puts a body in their place meanwhile.
+        let claim = Claim::of_missing(self, Whose::MemoryHosts, chunk, &there);
+        self.take_out(chunk, &claim.pages)
+    }
+
+    /// Makes holes in the RAM file; those of them whose memory the host has again. Nobody else puts anything there.
+    fn take_out(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {
+        let taken = self.ram.discard(chunk, pages);
+        taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))?;
+        Ok(pages.without(&self.allocated_in(chunk)?))
     }
 
     /// Takes chunks out of the VMM's page tables: what is here of them stays, and the next access to it faults.
@@ -191,12 +221,11 @@ impl Pager {
     /// # Errors
     /// The file system refuses.
     pub fn take_out_what_is_away(&self) -> Result<(), MigrateError> {
-        let taken = self.ram.layout().iter().try_for_each(|chunk| self.ram.discard(chunk, &self.away_in(chunk)));
-        taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))
+        self.ram.layout().iter().try_for_each(|chunk| self.take_out(chunk, &self.away_in(chunk)).map(drop))
     }
 
     /// The pages of a copy that are as the holder has them, and those that are zeros still. They are fenced in.
-    fn unchanged(&self, copy: &Copy<'_>) -> Result<Departed, MigrateError> {
+    fn unchanged(&self, copy: &Copy<'_>) -> Result<(PageSet, PageSet), MigrateError> {
         let (mut away, mut zero, mut kept) = (PageSet::EMPTY, PageSet::EMPTY, copy.digests.iter());
         let read = |pages: &PageSet, bodies: &mut [u8]| self.ram.load(copy.chunk, pages, bodies);
         let compared = for_each_body(&copy.pages, read, |page, body| {
@@ -212,7 +241,7 @@ impl Pager {
             })
         });
         looked.map_err(MigrateError::host("reading pages that are about to leave"))?;
-        Ok(Departed { away, zero })
+        Ok((away, zero))
     }
 
     /// Those of these pages that something may be read into past the page tables, from before they were fenced in.

@@ -38,7 +38,7 @@ impl Pager {
         // that notes rounds goes on until the pages are known to be missing.
         residue.iter().for_each(|(chunk, pages)| shown.missing(chunk, pages));
         self.ram.layout().iter().try_for_each(|chunk| {
-            let there = self.ram.allocated_in(chunk).map_err(MigrateError::host("reading the guest's RAM"))?;
+            let there = self.allocated_in(chunk)?;
             let noted = shown.note(self.ram.as_ref(), chunk, &there.without(residue.chunk(chunk)));
             noted.map_err(MigrateError::host("reading the guest's RAM to compare it"))
         })
@@ -106,8 +106,7 @@ impl Pager {
             if self.ended.load(Ordering::Acquire) {
                 break;
             }
-            let there =
-                self.ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+            let there = self.allocated_in(chunk)?;
             // Few at a time, so that faults do not wait for long.
             for first in (0..CHUNK_PAGES).step_by(AHEAD) {
                 let mut some = PageSet::EMPTY;
@@ -204,7 +203,7 @@ impl Pager {
         if next.is_empty() {
             return Ok(());
         }
-        let there = self.ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+        let there = self.allocated_in(chunk)?;
         let holes = next.without(&there);
         // Once they are mapped the guest writes them without a fault.
         self.note_unseen(chunk, &holes)?;

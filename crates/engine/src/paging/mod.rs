@@ -72,8 +72,8 @@ use std::time::{Duration, Instant};
 
 use sterna_api::report::Faults;
 use sterna_protocol::frame::Digester;
-use sterna_protocol::layout::PageIndex;
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::layout::{ChunkIndex, PageIndex};
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::pagemap::Pagemap;
 
 use self::account::Account;
@@ -380,6 +380,11 @@ impl Pager {
     #[must_use]
     pub fn ram(&self) -> &Arc<dyn Memory> {
         &self.ram
+    }
+
+    /// The pages of a chunk that have memory here.
+    fn allocated_in(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
+        self.ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))
     }
 
     /// Ends it: threads end, the RAM is as any process's. Only where every page is here, the guest has ended, or it

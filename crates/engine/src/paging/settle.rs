@@ -91,10 +91,7 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
                 behind.insert_run(usize::from(page.page) + 1, NEIGHBOURS);
                 behind
             };
-            let there = pager
-                .ram
-                .allocated_in(page.chunk)
-                .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+            let there = pager.allocated_in(page.chunk)?;
             let current = behind.and(&there).without(pager.lock().whereabouts.away_in(page.chunk));
             pager.show(page.chunk, &current)?;
             Ok(shown)

@@ -145,14 +145,14 @@ impl Split {
                 spared += 1;
                 continue;
             }
-            let left = self.send_anywhere(way, chunk, &mut turns)?;
+            let freed = self.send_anywhere(way, chunk, &mut turns)?;
             outage.over();
-            if left.is_empty() {
+            if freed.is_empty() {
                 in_vain += 1;
             } else {
                 (in_vain, spared, *lock(&self.stuck)) = (0, 0, None);
                 // Under the lock, so that it is this room's ceiling that comes down.
-                lock(&self.room).inspect(|room| self.pace.left(*room, (left.len() * PAGE_BYTES) as u64));
+                lock(&self.room).inspect(|room| self.pace.left(*room, (freed.len() * PAGE_BYTES) as u64));
             }
         }
         Ok(())
@@ -175,7 +175,7 @@ impl Split {
     }
 
     /// Sends a chunk to the first memory host that takes it: they have turns. One that has copies of it comes first,
-    /// and one that has pages of it already is the only one. Returns the pages that have left.
+    /// and one that has pages of it already is the only one. Returns the pages whose memory is free.
     fn send_anywhere(&self, way: &mut WayOut<'_>, chunk: ChunkIndex, turns: &mut Turns) -> Result<PageSet, SplitError> {
         let asked: Vec<usize> = match self.host_of(chunk).or_else(|| self.host_by_parity(chunk)) {
             Some(only) => vec![only],
@@ -195,7 +195,7 @@ impl Split {
                     if !departed.away.is_empty() {
                         turns.outages[number].over();
                     }
-                    return Ok(departed.away.or(&departed.zero));
+                    return Ok(departed.freed);
                 }
                 Err(SplitError::Here(error)) => return Err(error.into()),
                 Err(error) => turns.failed(number, began, &error),

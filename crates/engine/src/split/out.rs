@@ -120,7 +120,6 @@ impl WayOut<'_> {
     /// # Errors
     /// [`SplitError`]; each page is here or away, and valid there.
     pub fn send(&mut self, chunk: ChunkIndex, number: usize) -> Result<Departed, SplitError> {
-        let nothing = Departed { away: PageSet::EMPTY, zero: PageSet::EMPTY };
         let split = self.split;
         let number = split.host_by_parity(chunk).unwrap_or(number);
         // Whoever needs the chunk meanwhile is not to wait for one that does not answer. Of two the other may do.
@@ -131,7 +130,8 @@ impl WayOut<'_> {
             }
         }
         // Where it is busy, its pages are coming back.
-        let Some(mut state) = split.free_chunk(chunk.index()) else { return Ok(nothing) };
+        let Some(mut state) = split.free_chunk(chunk.index()) else { return Ok(Departed::NOTHING) };
+        let nothing = Departed { freed: split.pager.take_out_again(chunk)?, ..Departed::NOTHING };
         let number = split.host_of(chunk).unwrap_or(number);
         if split.lenders.is_leaving(number) {
             return Ok(nothing);
@@ -205,7 +205,8 @@ impl WayOut<'_> {
                 split.release(&mut self.lines, *member, (chunk, &stale), &mut state);
             }
         }
-        let departed = departed?;
+        let mut departed = departed?;
+        departed.freed = departed.freed.or(&nothing.freed);
         let count = |pages: &PageSet| pages.len() as u64;
         split.out.fetch_add(count(&away) - count(&unsent), Ordering::Relaxed);
         split.unsent.fetch_add(count(&unsent), Ordering::Relaxed);

@@ -2,6 +2,7 @@
 
 use sterna_engine::agent::UnderWay;
 use sterna_engine::split::SplitError;
+use sterna_sys::file::HugePolicy;
 use sterna_sys::userfaultfd::{self, Event, Features, Modes, Userfaultfd};
 
 use super::*;
@@ -105,6 +106,44 @@ fn what_a_device_writes_into_a_page_that_has_left_is_lost_where_nobody_tells_of_
     assert_eq!(guest.word(PAGE), content(PAGE), "it was written into a page that is nobody's");
     guest.is_as_it_was();
     leaves_nothing(&guest, split, &[&lending]);
+}
+
+/// What a device is writing is in one half of a huge page; the kernel cannot split that, and frees nothing of the other
+/// half. Where nobody looks, that memory is taken for good: what is away never leaves again.
+#[test]
+fn memory_that_a_device_keeps_from_being_freed_is_given_back_once_it_can_be() {
+    if !tracking_works() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let Some(_mount) = Mount::new(directory.path(), None, HugePolicy::Advise) else { return };
+    let guest = Guest::in_ram(GuestRam::huge(PAGES * 4096, directory.path()));
+    if guest.ram.mapped_huge() < guest.ram.bytes {
+        println!("skipped: this host has no huge pages");
+        return;
+    }
+    let lending = LendingHost::new();
+    let device = Device::asked_for(&guest, PAGE);
+    guest.tells(UnderWay::Ranges(vec![guest.at(PAGE)]));
+    let split = guest.split(&[&lending]);
+    let here = |chunk: u32| split.pager().ram().allocated_in(ChunkIndex(chunk)).unwrap().len();
+    let freed = |chunk: u32| split.way_out().unwrap().send(ChunkIndex(chunk), 0).unwrap().freed.len();
+    for _ in 0..2 {
+        assert_eq!((freed(1), here(1)), (0, 256));
+        assert_eq!(split.pager().away_in(ChunkIndex(1)).len(), 192, "it has left all the same");
+    }
+    assert_eq!((freed(2), here(2)), (256, 0));
+    device.answers();
+    guest.tells(UnderWay::Ranges(Vec::new()));
+    // By itself, as whoever makes room comes by.
+    split.keep_to(Room::of(0)).unwrap();
+    until("the memory is given back", || (0..CHUNKS).all(|chunk| here(chunk) == 0));
+    split.keep_to(Room::ALL).unwrap();
+    assert_eq!(guest.word(PAGE), WORD);
+    guest.writes(PAGE);
+    guest.is_as_it_was();
+    split.bring_back().unwrap();
+    split.end();
 }
 
 #[test]

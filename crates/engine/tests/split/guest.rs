@@ -47,7 +47,12 @@ impl Guest {
     /// Every page has a content of its own, but the last quarter of each chunk: of that every second page is zeros, and
     /// the others were never touched.
     pub fn new() -> Self {
-        let guest = Self::untouched();
+        Self::in_ram(GuestRam::new(u64::from(CHUNKS) * CHUNK_BYTES as u64))
+    }
+
+    /// The same in this RAM.
+    pub fn in_ram(ram: GuestRam) -> Self {
+        let guest = Self::untouched_in(ram);
         for page in 0..PAGES {
             match page % 256 {
                 0..192 => guest.ram.mapping.copy_in(page * 4096, &content(page).to_le_bytes().repeat(512)).unwrap(),
@@ -60,7 +65,10 @@ impl Guest {
 
     /// No page was touched yet.
     pub fn untouched() -> Self {
-        let ram = GuestRam::new(u64::from(CHUNKS) * CHUNK_BYTES as u64);
+        Self::untouched_in(GuestRam::new(u64::from(CHUNKS) * CHUNK_BYTES as u64))
+    }
+
+    fn untouched_in(ram: GuestRam) -> Self {
         Self {
             inside: Arc::new(Mutex::new(vec![Arc::clone(&ram.mapping)])),
             kept: Arc::default(),

@@ -6,6 +6,8 @@
 mod fixture;
 #[path = "../support/linux.rs"]
 mod linux;
+#[path = "../support/mounted.rs"]
+mod mounted;
 #[path = "../support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
@@ -82,6 +84,7 @@ use std::time::Duration;
 use checking::{Checking, content, expected, word};
 use guest::{Counter, Guest};
 use lending::LendingHost;
+use mounted::Mount;
 use pair::guest::GuestRam;
 use pair::inside::InsideSelf;
 use pair::{block, tracking_works};
