@@ -84,7 +84,7 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
             only.insert(page.page);
             let shown = pager.show(page.chunk, &only)?;
             // The thread runs already; the pages behind this one will be wanted next, or all of them.
-            let behind = if hosts.is_some_and(|hosts| hosts.touched(page)) {
+            let behind = if hosts.is_some_and(|hosts| hosts.touched(page, fault.thread)) {
                 PageSet::of_chunk(pager.ram.layout(), page.chunk).without(&only)
             } else {
                 let mut behind = PageSet::EMPTY;

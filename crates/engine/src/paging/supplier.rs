@@ -33,9 +33,9 @@ pub trait Supplier: Send + Sync {
     /// waited long enough for that.
     fn make_way(&self) {}
 
-    /// A thread of the VMM's has touched a page that is here and was not in its page tables. Whether the rest of its
+    /// This thread of the VMM's has touched a page that is here and was not in its page tables. Whether the rest of its
     /// chunk is to be mapped at once.
-    fn touched(&self, _page: PageIndex) -> bool {
+    fn touched(&self, _page: PageIndex, _thread: u32) -> bool {
         false
     }
 

@@ -140,6 +140,10 @@ impl Split {
             if let Some(used) = used {
                 worth.note(used);
             }
+            if self.main_thread.keeps(chunk, self.room()) {
+                in_vain += 1;
+                continue;
+            }
             // It stays for this round; where all are in use one must go.
             if used == Some(true) && spared < self.chunks.len() / 4 {
                 spared += 1;

@@ -49,6 +49,9 @@ pub mod clock;
 /// Which chunks the guest uses.
 mod hotness;
 
+/// Which of them the VMM itself uses.
+mod main_thread;
+
 /// What is known of a chunk.
 mod chunk;
 
@@ -123,6 +126,7 @@ use self::lender::Member;
 pub use self::lender::{Lender, Parity, Part};
 pub use self::lines::Epochs;
 use self::lines::{Lenders, Lines};
+use self::main_thread::MainThread;
 use self::pace::Pace;
 pub use self::pace::Paced;
 use self::rests::Rests;
@@ -147,6 +151,7 @@ pub struct Split {
     touched: Mutex<Ahead>,
     clock: Clock,
     hotness: Box<dyn Hotness>,
+    main_thread: MainThread,
     /// How much of the guest may be here, where that is bounded.
     room: Mutex<Option<Room>>,
     pace: Pace,
@@ -225,6 +230,7 @@ impl Split {
         let chunks = pager.ram().layout().chunks();
         let lenders = Lenders::new(lenders, guest, chunks, epochs)?;
         let hotness = Box::new(DroppedMappings::of(&pager));
+        let main_thread = MainThread::of(pager.guest_faults().inside().pid());
         let split = Self {
             pager,
             lenders,
@@ -236,6 +242,7 @@ impl Split {
             touched: Mutex::default(),
             clock: Clock::new(chunks),
             hotness,
+            main_thread,
             room: Mutex::default(),
             pace: Pace::new(),
             on_the_way: Mutex::default(),

@@ -9,7 +9,8 @@ use super::{Split, lock};
 use crate::paging::supplier::Supplier;
 
 impl Supplier for Split {
-    fn ask(&self, page: PageIndex, _: u32) {
+    fn ask(&self, page: PageIndex, thread: u32) {
+        self.main_thread.touched(thread, page.chunk, self.room());
         // Where it came back meanwhile, nobody waits for it.
         let Some(number) = self.host_of(page.chunk) else { return };
         lock(&self.wanted[number]).push_back(page);
@@ -20,7 +21,8 @@ impl Supplier for Split {
         self.admits_touch(page)
     }
 
-    fn touched(&self, page: PageIndex) -> bool {
+    fn touched(&self, page: PageIndex, thread: u32) -> bool {
+        self.main_thread.touched(thread, page.chunk, self.room());
         self.hotness.touched(page)
     }
 

@@ -1,5 +1,8 @@
 //! Which chunks leave of a guest that uses a part of its memory all the time.
 
+use sterna_engine::paging::supplier::Supplier;
+use sterna_protocol::layout::PageIndex;
+
 use super::*;
 
 /// What the guest uses all the time stays, although it has never left before; and nothing of what it writes meanwhile
@@ -34,6 +37,32 @@ fn what_a_guest_uses_stays_where_other_pages_can_leave() {
     println!("{gone} of {} chunks in use have left, {:?}", CHUNKS / 4, split.account());
     ended.store(true, Ordering::Release);
     uses.join().unwrap();
+    split.bring_back().unwrap();
+    guest.is_as_it_was();
+    split.end();
+}
+
+/// While the VMM's main thread waits for a page nobody can talk to the VMM.
+#[test]
+fn what_the_main_thread_uses_stays_while_all_else_leaves() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), LendingHost::new());
+    let split = guest.split(&[&lending]);
+    let page = PageIndex { chunk: ChunkIndex(2), page: 9 };
+    split.touched(page, std::process::id());
+    split.touched(PageIndex { chunk: ChunkIndex(3), ..page }, std::process::id() + 1);
+    split.keep_to(Room::of(CHUNK_BYTES as u64 * 5 / 4)).unwrap();
+    let is_away = |chunk: u32| !split.pager().away_in(ChunkIndex(chunk)).is_empty();
+    until("all else has left", || (0..CHUNKS).all(|chunk| is_away(chunk) || chunk == 2));
+    assert!(!is_away(2));
+    // It waits for another one, which stays in the place of that.
+    split.ask(PageIndex { chunk: ChunkIndex(5), ..page }, std::process::id());
+    until("it has come", || split.pager().away_in(ChunkIndex(5)).len() < 192);
+    split.keep_to(Room::of(CHUNK_BYTES as u64 / 2)).unwrap();
+    until("the other one has left", || is_away(2));
+    split.keep_to(Room::ALL).unwrap();
     split.bring_back().unwrap();
     guest.is_as_it_was();
     split.end();
