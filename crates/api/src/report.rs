@@ -53,7 +53,7 @@ pub struct Report {
     /// The guest's RAM.
     pub ram: RamPages,
     /// Where every page of every round went. Each is in exactly one of the counters other than `sent`, `faulted`,
-    /// `pushed` and `duplicate`.
+    /// `pushed`, `straight` and `duplicate`.
     pub pages: Pages,
     /// Bytes of frames, headers included, on all connections.
     pub bytes_on_wire: u64,
@@ -163,6 +163,8 @@ pub struct Pages {
     pub faulted: u64,
     /// Pages pushed after the switchover.
     pub pushed: u64,
+    /// Pages that went from the source straight to memory hosts after the switchover, of a split machine.
+    pub straight: u64,
     /// Pages that arrived twice after the switchover.
     pub duplicate: u64,
 }

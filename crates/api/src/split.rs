@@ -67,8 +67,8 @@ pub struct SplitRequest {
     /// memory hosts stays there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub main: Option<String>,
-    /// How it moves there. With `postcopy` it goes at once, all that is here follows it, and what is too much there
-    /// leaves from there; otherwise that leaves first. Without it: by rounds alone.
+    /// How it moves there. With `postcopy` it goes at once and what is here follows it; what is too much there goes
+    /// straight to memory hosts. Otherwise that leaves first. Without it: by rounds alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<Mode>,
     /// All of it is brought together there, once it runs there.

@@ -190,10 +190,11 @@ fn postcopy(report: &Report) -> Vec<(&'static str, String)> {
                 format!("{} pages left at the start ({map}){}", after.residue_pages, all_there(report)),
             ));
         }
-        rows.push((
-            "pages after",
-            format!("{} asked for, {} pushed, {} came twice", pages.faulted, pages.pushed, pages.duplicate),
-        ));
+        let mut came = format!("{} asked for, {} pushed, {} came twice", pages.faulted, pages.pushed, pages.duplicate);
+        if pages.straight > 0 {
+            came += &format!(", {} went straight to memory hosts", pages.straight);
+        }
+        rows.push(("pages after", came));
         let latency = &faults.latency_us;
         rows.push((
             "faults",
@@ -315,9 +316,9 @@ mod tests {
     #[test]
     fn one_that_knows_the_end_only_says_so_and_tells_no_downtime() {
         let mut report = Report { status: Status::Completed, partial: true, total_ms: 700.0, ..Report::default() };
-        (report.pages.pushed, report.ram.total_pages) = (55, 99);
+        (report.pages.pushed, report.pages.straight, report.ram.total_pages) = (55, 7, 99);
         let text = show(&report);
-        assert!(text.contains("last pages only") && text.contains("55 pushed"), "{text}");
+        assert!(text.contains("last pages only") && text.contains("55 pushed, 0 came twice, 7 went"), "{text}");
         assert!(
             !text.contains("stood still") && !text.contains("downtime") && !text.contains("at the start"),
             "{text}"

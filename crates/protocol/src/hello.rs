@@ -67,12 +67,14 @@ impl Features {
     pub const SMALL_PAGES: Self = Self(1 << 16);
     /// It takes split machines whose memory hosts have parity.
     pub const SPLIT_PARITY: Self = Self(1 << 17);
+    /// Pages that follow a split guest may go past its next host, from its source to memory hosts.
+    pub const STRAIGHT: Self = Self(1 << 18);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b11_1111_1111_1111_1111);
-    const NAMES: [(Self, &'static str); 19] = [
+    pub const KNOWN: Self = Self(0b111_1111_1111_1111_1111);
+    const NAMES: [(Self, &'static str); 20] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -91,6 +93,7 @@ impl Features {
         (Self::PARITY, "parity of memory at other hosts (redundancy parity)"),
         (Self::SMALL_PAGES, "guests that stay in small pages (huge-pages off)"),
         (Self::SPLIT_PARITY, "machines whose memory hosts have parity (split)"),
+        (Self::STRAIGHT, "pages that follow a guest straight to memory hosts (split)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

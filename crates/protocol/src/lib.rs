@@ -19,6 +19,9 @@ pub mod hello;
 /// Requests and replies on the control connection.
 pub mod message;
 
+/// Errands: what goes straight to memory hosts.
+pub mod errand;
+
 /// Frames on the connections that carry pages.
 pub mod frame;
 

@@ -9,8 +9,10 @@ use serde::{Deserialize, Serialize};
 use sterna_api::Problem;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::errand::{Errand, Put};
 use crate::layout::{ChunkIndex, PageIndex};
 use crate::pages::PageSet;
+pub use crate::residue::ResiduePart;
 use crate::spec::{GangSpec, Kin, SplitParity, SplitSpec, Ticket, VmSpec};
 
 /// The most bytes a message may have.
@@ -178,6 +180,13 @@ pub enum Request {
     /// After `Split`; only where both sides know [`Features::SPLIT_PARITY`](crate::hello::Features::SPLIT_PARITY): says
     /// that the memory hosts have parity.
     SplitParity(SplitParity),
+    /// While pages follow a guest that is split; only where both sides know
+    /// [`Features::STRAIGHT`](crate::hello::Features::STRAIGHT): says what the source has put at memory hosts since the
+    /// last such request, and asks what it is to put there next.
+    Straight {
+        /// Of errands that are done, at most [`MAX_ERRANDS`](crate::errand::MAX_ERRANDS).
+        put: Vec<Put>,
+    },
 }
 
 impl Request {
@@ -215,6 +224,7 @@ impl Request {
             Self::AwayEnd { .. } => "away-end",
             Self::SmallPages => "small-pages",
             Self::SplitParity(_) => "split-parity",
+            Self::Straight { .. } => "straight",
         }
     }
 }
@@ -315,18 +325,17 @@ pub enum Reply {
         /// one has sent is not there.
         pool: u64,
     },
-}
-
-/// A part of a map of pages: the pages of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads
-/// it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ResiduePart {
-    /// The first chunk.
-    pub first: ChunkIndex,
-    /// The number of chunks.
-    pub chunks: u32,
-    /// The sets of their pages, compressed.
-    pub bits: Vec<u8>,
+    /// To `Straight`.
+    Straight {
+        /// Of each put, in order, the pages (`PageSet::from_bytes`) that are at the memory host from now on. The others
+        /// are the source's to send, as if they had not been put there.
+        taken: Vec<[u8; PageSet::BYTES]>,
+        /// The epoch in which the source asks memory hosts, in the destination's name.
+        epoch: u64,
+        /// What it is to put there, with what is not done yet; at most
+        /// [`MAX_ERRANDS`](crate::errand::MAX_ERRANDS).
+        errands: Vec<Errand>,
+    },
 }
 
 /// What the destination saw after the switchover.

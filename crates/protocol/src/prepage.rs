@@ -119,6 +119,11 @@ impl Prepager {
         self.turn = self.pivots.len() - 1;
     }
 
+    /// Pages of this chunk are pending that were not when the push came by.
+    pub fn again(&mut self, chunk: ChunkIndex) {
+        self.linear = self.linear.min(u64::from(chunk.0) * UNITS);
+    }
+
     /// The pages to push next, of one chunk and at most [`WALK_PAGES`]; `None` where nothing is pending. The caller
     /// takes them out of `pending` before it calls again: they are not offered twice.
     ///

@@ -4,9 +4,21 @@
 //! before compression, and next to nothing after it where large areas are alike. Parts are bounded, so that a map of
 //! any machine fits into messages.
 
+use serde::{Deserialize, Serialize};
+
 use crate::layout::{ChunkIndex, Layout};
-use crate::message::ResiduePart;
 use crate::pages::{PageMap, PageSet};
+
+/// A part of a map of pages: the pages of `chunks` chunks from `first` on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResiduePart {
+    /// The first chunk.
+    pub first: ChunkIndex,
+    /// The number of chunks.
+    pub chunks: u32,
+    /// The sets of their pages, compressed.
+    pub bits: Vec<u8>,
+}
 
 /// The most chunks of a part: 2 MiB of sets, which fit a message whatever they hold.
 pub const MAX_PART_CHUNKS: u32 = 1 << 16;

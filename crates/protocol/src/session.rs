@@ -107,7 +107,8 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
         (Stopped, Request::Away { .. } | Request::AwayEnd { .. }) => Ok(Stopped),
         (LoadedPostcopy, Request::Commit) => Ok(CommittingPostcopy),
         (Begun, Request::Resume { .. }) => Ok(Begun),
-        (Paging, Request::Paging | Request::Missing { .. } | Request::Complete { .. }) => Ok(Paging),
+        (Paging, Request::Paging | Request::Straight { .. }) => Ok(Paging),
+        (Paging, Request::Missing { .. } | Request::Complete { .. }) => Ok(Paging),
         (HandedOver | Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }) => Ok(state),
         (HandedOver | Completed, Request::GivenBack { .. } | Request::Release) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, Request::Abort) => Ok(Aborted),
@@ -154,6 +155,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (CommittingPostcopy, Request::Commit, Reply::Running { .. }) => Ok(Paging),
         (Begun, Request::Resume { .. }, Reply::Resumed { .. }) => Ok(Paging),
         (Paging, Request::Paging, Reply::Paging { .. }) => Ok(Paging),
+        (Paging, Request::Straight { .. }, Reply::Straight { .. }) => Ok(Paging),
         (Paging, Request::Missing { .. }, Reply::Missing(_)) => Ok(Paging),
         (Paging, Request::Complete { .. }, Reply::Completed(_)) => Ok(Completed),
         (HandedOver | Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => {

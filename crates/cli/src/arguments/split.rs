@@ -25,8 +25,8 @@ pub struct Split {
     pub main: Main,
     /// How the guest moves to another host: precopy, hybrid or postcopy [default: precopy, as long as that takes]
     ///
-    /// With postcopy it runs there at once and its memory follows; what is too much there leaves from there. It is for
-    /// a guest that writes so much that rounds never end. Otherwise what is too much leaves first, from this host.
+    /// With postcopy it runs there at once and its memory follows; what is too much there goes straight to the memory
+    /// hosts. It is for a guest that writes so much that rounds never end. Otherwise what is too much leaves first.
     #[arg(long, value_name = "MODE", value_parser = named::<Mode>(["precopy", "hybrid", "postcopy"]))]
     pub mode: Option<Mode>,
     /// A host that lends memory (lend_memory), and how much; several times for several hosts

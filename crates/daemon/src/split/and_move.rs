@@ -3,7 +3,7 @@
 //!
 //! The two are one after the other, each as it is by itself. So nothing travels twice but what the guest writes, and
 //! whatever fails leaves a machine that is as it was before. In post-copy the guest goes first, with memory hosts of
-//! which it has nothing yet: what is too much where it runs leaves from there, as it comes.
+//! which it has nothing yet: what is too much where it runs goes past it, as it follows.
 
 use std::sync::Arc;
 

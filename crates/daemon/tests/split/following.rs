@@ -1,5 +1,8 @@
 //! The rest of a machine's pages follow it where it moves, while others of them are at memory hosts.
 
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+
 use super::onward::{answered, away, merged, moves};
 use super::parity::{is_whole, with_parity};
 use super::redundancy::run_fuller;
@@ -108,4 +111,47 @@ fn a_machine_goes_first_and_what_is_too_much_leaves_from_there() {
     merged(&second);
     is_as_before(&second, &before);
     is_paid(&second, &[&lenders[0], &lenders[1]]);
+}
+
+/// Asks a host to split its machine, and does not wait for that.
+fn begins(host: &Host, request: &Value) -> UnixStream {
+    let (body, mut stream) = (request.to_string(), UnixStream::connect(host.socket()).expect("the daemon listens"));
+    let head = format!("POST {SPLIT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n");
+    let sent = write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len());
+    sent.expect("a request");
+    stream
+}
+
+/// It goes first, to a host that may have a part of it, and the rest goes straight to memory hosts.
+#[test]
+fn what_goes_past_a_machines_next_host_is_as_it_was_whoevers_daemon_is_killed_meanwhile() {
+    if cannot_run() {
+        return;
+    }
+    for victim in 0..3 {
+        let (mut first, mut second) = (Host::configured("bandwidth = \"4MB\""), Host::start());
+        let mut lenders = [lender(64), lender(64)];
+        run_fuller(&first);
+        let before = content(&first);
+        let mut asked = request(16, &[&lenders[0], &lenders[1]]);
+        (asked["mode"], asked["main"]) = ("postcopy".into(), second.address().into());
+        let _answer = begins(&first, &asked);
+        let arrives = || to_come(&second).is_some_and(|pages| pages > 0);
+        eventually("a part of it is at a memory host, and more is to come", || arrives() && away(&second) > 0);
+        let here = number(&second.get("/v1/vms/m"), "allocated_bytes");
+        assert!(here < 15 * MIB, "{here} bytes: they came here, and left");
+        let host = match victim {
+            0 => &mut second,
+            1 => &mut first,
+            _ => &mut lenders[0],
+        };
+        host.kill_daemon();
+        host.start_daemon();
+        eventually("all has come, and nothing is left behind", || to_come(&second).is_none() && first.ram_files() == 0);
+        eventually("nobody has it but its new host", || first.names().is_empty());
+        merged(&second);
+        is_as_before(&second, &before);
+        is_paid(&second, &[&lenders[0], &lenders[1]]);
+        assert_eq!(second.ram_files(), 1);
+    }
 }

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_api::{Blame, Code, Problem};
+use sterna_protocol::errand::Put;
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Request, ResiduePart};
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::residue;
 use sterna_protocol::standstill::Standstill;
 
@@ -23,6 +24,7 @@ use crate::haste::Crew;
 use crate::host::MigrationId;
 use crate::memory::Memory;
 use crate::paging::Pager;
+use crate::paging::supplier::Straight;
 
 /// How often a wait for pages checks whether their connections have broken.
 const LOOK: Duration = Duration::from_millis(50);
@@ -70,6 +72,7 @@ impl Session<'_> {
         arrivals: &Arrivals,
     ) -> Result<(), MigrateError> {
         let result = self.page_in_requests(pager, source, placer, arrivals);
+        pager.nothing_goes_straight();
         // A source that is lost after its last page is not waited for.
         self.finish(pager);
         result
@@ -92,6 +95,7 @@ impl Session<'_> {
                 Request::Missing { first } => residue::part(&pager.pages_to_come(), pager.ram().layout(), *first)
                     .map(Reply::Missing)
                     .ok_or(MigrateError::Request("missing pages of chunks that this machine does not have")),
+                Request::Straight { put } => straight(pager, put),
                 Request::Complete { verify } => {
                     placer.settle();
                     self.complete(pager, arrivals, *verify)
@@ -180,6 +184,12 @@ impl Session<'_> {
         }
         self.host.paged(self.id);
     }
+}
+
+/// What goes past this host.
+fn straight(pager: &Pager, put: &[Put]) -> Result<Reply, MigrateError> {
+    let Straight { taken, epoch, errands } = pager.straight(put)?;
+    Ok(Reply::Straight { taken: taken.into_iter().map(PageSet::to_bytes).collect(), epoch, errands })
 }
 
 /// What the guest first saw.

@@ -6,7 +6,8 @@ use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::PageSet;
 
 use super::supplier::Whose;
-use super::{Pager, Waiter};
+use super::whereabouts::{Holder, Whereabouts};
+use super::{Pager, State, Waiter};
 use crate::error::MigrateError;
 
 /// Pages of a chunk that nobody else claims until this is dropped. Missing ones are missing as before then, unless they
@@ -44,20 +45,35 @@ impl<'a> Claim<'a> {
     /// Notes that the pages are in the file. Returns those that somebody waits for.
     pub(super) fn arrived(&self) -> Result<Vec<(PageIndex, Vec<Waiter>)>, MigrateError> {
         let mut state = self.pager.lock();
-        let to_come = state.whereabouts.to_come();
-        let noted = state.whereabouts.arrived(self.chunk, &self.pages);
-        noted.map_err(MigrateError::host("writing down which pages have arrived"))?;
+        self.note(&mut state, |whereabouts| whereabouts.arrived(self.chunk, &self.pages))?;
         let mut waited = Vec::new();
         if !state.waiting.is_empty() {
             for page in self.pages.iter().map(|page| PageIndex { chunk: self.chunk, page }) {
                 waited.extend(state.waiting.remove(&page).map(|waiters| (page, waiters)));
             }
         }
+        Ok(waited)
+    }
+
+    /// Notes that the pages, which were at the source, are at a memory host.
+    pub(super) fn left_source(&self, holder: Holder) -> Result<(), MigrateError> {
+        let note = |whereabouts: &mut Whereabouts| whereabouts.left_source(self.chunk, &self.pages, holder);
+        self.note(&mut self.pager.lock(), note)
+    }
+
+    fn note(
+        &self,
+        state: &mut State,
+        note: impl FnOnce(&mut Whereabouts) -> std::io::Result<()>,
+    ) -> Result<(), MigrateError> {
+        let to_come = state.whereabouts.to_come();
+        let noted = note(&mut state.whereabouts);
+        noted.map_err(MigrateError::host("writing down which pages have arrived"))?;
         if to_come > 0 && state.whereabouts.to_come() == 0 {
             state.last = Some(Instant::now());
             self.pager.changed.notify_all();
         }
-        Ok(waited)
+        Ok(())
     }
 }
 

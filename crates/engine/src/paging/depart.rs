@@ -192,7 +192,7 @@ impl Pager {
     }
 
     /// Makes holes in the RAM file; those of them whose memory the host has again. Nobody else puts anything there.
-    fn take_out(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {
+    pub(super) fn take_out(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {
         let taken = self.ram.discard(chunk, pages);
         taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))?;
         Ok(pages.without(&self.allocated_in(chunk)?))

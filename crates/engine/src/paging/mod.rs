@@ -21,6 +21,9 @@
 /// Whereabouts: which pages are here, and who holds the others.
 pub mod whereabouts;
 
+/// Holders, as the map of them names them.
+mod holder;
+
 /// Suppliers: who brings the others.
 pub mod supplier;
 
@@ -41,6 +44,9 @@ mod arrive;
 
 /// Pages that leave.
 pub mod depart;
+
+/// Pages that go past this host.
+mod straight;
 
 /// Pages that stay where they are while their guest moves.
 mod handed_on;

@@ -8,8 +8,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use sterna_protocol::errand::{Errand, Put};
 use sterna_protocol::layout::PageIndex;
 use sterna_protocol::pages::PageSet;
+
+use crate::error::MigrateError;
 
 /// Who brings pages that are not here.
 pub trait Supplier: Send + Sync {
@@ -39,6 +42,17 @@ pub trait Supplier: Send + Sync {
         false
     }
 
+    /// The guest's source has put so much at memory hosts; what is to go there next, where anything `may`.
+    ///
+    /// # Errors
+    /// [`MigrateError`]; what was not noted is the source's to send.
+    fn straight(&self, put: &[Put], _may: bool) -> Result<Straight, MigrateError> {
+        Ok(Straight::nothing(put))
+    }
+
+    /// What the source was to put at memory hosts does not count.
+    fn nothing_goes_straight(&self) {}
+
     /// When it said something last.
     fn heard(&self) -> Instant;
 
@@ -47,6 +61,25 @@ pub trait Supplier: Send + Sync {
 
     /// Lets it know, without haste, that it is asked for nothing more.
     fn dismiss(&self);
+}
+
+/// What goes straight to memory hosts.
+#[derive(Debug, Default)]
+pub struct Straight {
+    /// Of each chunk that was put there, in order, the pages that are at the memory host from now on.
+    pub taken: Vec<PageSet>,
+    /// The epoch in which memory hosts are asked.
+    pub epoch: u64,
+    /// What is to go next.
+    pub errands: Vec<Errand>,
+}
+
+impl Straight {
+    /// Nothing was taken of so much, and nothing goes.
+    #[must_use]
+    pub fn nothing(put: &[Put]) -> Self {
+        Self { taken: vec![PageSet::EMPTY; put.len()], ..Self::default() }
+    }
 }
 
 /// Whose pages a supplier brings.

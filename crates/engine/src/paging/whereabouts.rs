@@ -41,62 +41,7 @@ use std::os::unix::fs::FileExt;
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 
-/// Who holds a chunk's pages that are away.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Holder(u8);
-
-/// For each of the two hosts of a number what says that it alone is to be believed.
-const ALONE: [u8; 2] = [64, 128];
-
-impl Holder {
-    /// The source, in post-copy.
-    pub const SOURCE: Self = Self(1);
-    /// The most memory hosts of a guest.
-    pub const MAX_HOSTS: usize = 16;
-
-    /// The memory host of this number, which must be below [`MAX_HOSTS`](Self::MAX_HOSTS).
-    #[must_use]
-    pub fn host(number: usize) -> Option<Self> {
-        (number < Self::MAX_HOSTS).then_some(Self(number as u8 + 2))
-    }
-
-    /// Of two memory hosts with this number the one at this place, 0 or 1, alone.
-    #[must_use]
-    pub fn one_of(number: usize, which: usize) -> Option<Self> {
-        Some(Self(Self::host(number)?.0 | ALONE.get(which)?))
-    }
-
-    /// The place of the one that is to be believed alone, where two memory hosts have this number.
-    #[must_use]
-    pub fn alone(self) -> Option<usize> {
-        ALONE.iter().position(|alone| self.0 & alone != 0)
-    }
-
-    /// The number of the memory host.
-    #[must_use]
-    pub fn host_number(self) -> Option<usize> {
-        self.whole().0.checked_sub(2).map(usize::from)
-    }
-
-    /// Both of two.
-    fn whole(self) -> Self {
-        Self(self.0 & !(ALONE[0] | ALONE[1]))
-    }
-
-    /// As an entry names it.
-    #[must_use]
-    pub fn entry(self) -> u8 {
-        self.0
-    }
-
-    /// As an entry names it. The number 0 means nobody.
-    #[must_use]
-    pub fn from_entry(number: u8) -> Option<Self> {
-        let (holder, all) = (Self(number), ALONE[0] | ALONE[1]);
-        let one = number & all != all && (number & all == 0 || holder.host_number().is_some());
-        (one && (1..Self::MAX_HOSTS as u8 + 2).contains(&holder.whole().0)).then_some(holder)
-    }
-}
+pub use super::holder::Holder;
 
 /// A version of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,7 +87,7 @@ impl Format {
         let mut entry = vec![0; self.entry_bytes];
         entry[..PageSet::BYTES].copy_from_slice(&away.to_bytes());
         if self != V1 && !away.is_empty() {
-            entry[PageSet::BYTES] = holder.0;
+            entry[PageSet::BYTES] = holder.entry();
         }
         if let Some(at) = self.at_source() {
             entry[at..at + PageSet::BYTES].copy_from_slice(&at_source.to_bytes());
@@ -335,6 +280,29 @@ impl Whereabouts {
         self.write_pages(chunk, set.or(pages))
     }
 
+    /// Notes that these pages, which are at the source, are at a memory host from now on, which has all others of the
+    /// chunk that are at one.
+    ///
+    /// # Errors
+    /// The file cannot be written; then they still are at the source. Others of the chunk are at another memory host,
+    /// or the map is of a version that cannot say it.
+    pub fn left_source(&mut self, chunk: ChunkIndex, pages: &PageSet, holder: Holder) -> io::Result<()> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let others = self.holder(chunk).is_some_and(|other| other != holder);
+        if others || self.format != V3 || !pages.without(&self.at_source_in(chunk)).is_empty() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the chunk has pages at another holder"));
+        }
+        if self.holder(chunk).is_none() {
+            // Before it means anything.
+            self.write_holder(chunk, holder)?;
+        }
+        self.forget_source(chunk, pages)?;
+        self.to_come -= pages.len() as u64;
+        Ok(())
+    }
+
     /// These pages, which are here, have come from the source: it is not said that they are there any more.
     fn forget_source(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         let rest = self.at_source.chunk(chunk).without(pages);
@@ -379,7 +347,7 @@ impl Whereabouts {
 
     fn write_holder(&mut self, chunk: ChunkIndex, holder: Holder) -> io::Result<()> {
         let was_alone = self.is_alone(chunk);
-        self.file.write_all_at(&[holder.0], self.at(chunk) + PageSet::BYTES as u64)?;
+        self.file.write_all_at(&[holder.entry()], self.at(chunk) + PageSet::BYTES as u64)?;
         self.holders[chunk.index()] = holder;
         self.count_alone(chunk, was_alone);
         Ok(())

@@ -192,6 +192,32 @@ fn pages_of_a_chunk_may_be_at_the_source_and_at_a_memory_host_for_the_next_daemo
 }
 
 #[test]
+fn pages_that_go_past_this_host_are_at_a_memory_host_for_the_next_daemon_too() {
+    let (layout, file) = (layout(8 << 20), tempfile::tempfile().unwrap());
+    let mut known = Whereabouts::all_here(file.try_clone().unwrap(), &layout);
+    let set = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
+    let (chunk, host, other) = (ChunkIndex(1), Holder::host(3).unwrap(), Holder::host(4).unwrap());
+    let mut to_come = PageMap::empty(&layout);
+    to_come.insert_all(chunk, &set(&[1, 2, 3, 4]));
+    known.begin_elsewhere(&[], to_come, &layout).unwrap();
+    known.arrived(chunk, &set(&[4])).unwrap();
+    known.left_source(chunk, &set(&[1]), host).unwrap();
+    known.left_source(chunk, &PageSet::EMPTY, other).unwrap();
+    for refused in [(&[2], other), (&[1], host), (&[4], host), (&[9], host)] {
+        assert!(known.left_source(chunk, &set(refused.0), refused.1).is_err(), "{refused:?}");
+    }
+    known.left_source(chunk, &set(&[2]), host).unwrap();
+    for known in [&known, &Whereabouts::recover(file, &layout).unwrap().unwrap()] {
+        assert_eq!((known.away(), known.to_come(), known.holder(chunk)), (3, 1, Some(host)));
+        assert_eq!((known.at_hosts_in(chunk), known.at_source_in(chunk)), (set(&[1, 2]), set(&[3])));
+    }
+    // All of a source's is never said to be at a memory host in a map that has no place for both.
+    let mut whole = Whereabouts::all_here(tempfile::tempfile().unwrap(), &layout);
+    whole.begin(some_pages(&layout), &layout).unwrap();
+    assert!(whole.left_source(ChunkIndex(2), &set(&[100]), host).is_err());
+}
+
+#[test]
 fn a_guest_whose_pages_have_all_come_has_a_map_that_an_earlier_version_reads() {
     let (layout, file) = (layout(8 << 20), tempfile::tempfile().unwrap());
     let mut known = Whereabouts::all_here(file.try_clone().unwrap(), &layout);

@@ -55,7 +55,7 @@ pub fn serve(
     monitor.begin();
     let _ = monitor.commit();
     let work = Work::new(ram, options, &bandwidth, 0);
-    let context = Context { id, peer, daemon, options, host, monitor, work };
+    let context = Context { id, peer, daemon, options, host, monitor, work, split: None };
     postcopy::see_through(&context, None, &mut account);
     account.thread_ends();
     monitor.enter(Phase::Done);

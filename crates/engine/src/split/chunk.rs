@@ -43,6 +43,8 @@ pub(super) struct Chunk {
     pub members: [Known; MEMBERS],
     /// What its pages are that came back.
     pub copies: Option<Copies>,
+    /// The guest's source is putting it at a memory host (`straight.rs`): nothing of it leaves here.
+    pub entrusted: bool,
 }
 
 impl Chunk {

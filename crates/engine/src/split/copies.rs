@@ -225,10 +225,11 @@ impl Split {
 
     /// A chunk, unless something is done with it.
     pub(super) fn free_chunk(&self, index: usize) -> Option<MutexGuard<'_, Chunk>> {
-        match self.chunks[index].try_lock() {
+        let state = match self.chunks[index].try_lock() {
             Ok(state) => Some(state),
             Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
             Err(TryLockError::WouldBlock) => None,
-        }
+        };
+        state.filter(|state| !state.entrusted)
     }
 }

@@ -22,7 +22,7 @@ const FETCHERS: usize = 2;
 /// How often it is looked whether the last pages have come.
 const LOOK: Duration = Duration::from_millis(5);
 /// How long a memory host may say nothing where another one can be asked. One that has just gone down costs this once.
-const SOON: Duration = Duration::from_millis(300);
+pub(super) const SOON: Duration = Duration::from_millis(300);
 /// How many pages come together that nobody waits for: a quarter of a chunk, 2 ms on a link of 1 Gbit/s. So long those
 /// may have to wait that are touched next.
 pub(super) const TOGETHER: usize = 64;

@@ -239,6 +239,17 @@ impl Lenders {
         lender.reach(claim, self.chunks)
     }
 
+    /// Calls a memory host for the guest's owner, which this host was.
+    pub(super) fn reach_for_owner(&self, number: usize, epoch: u64) -> Result<MemoryHost, StoreError> {
+        let member = Member { number, which: 0 };
+        let is_known = self.all().get(number).is_some_and(|lender| !lender.leaving);
+        if !is_known {
+            return Err(MigrateError::Reply("pages for a memory host that was not named").into());
+        }
+        let (lender, claim) = self.call(member, epoch);
+        lender.reach(claim, self.chunks)
+    }
+
     /// Whom to call, and as whom.
     fn call(&self, member: Member, epoch: u64) -> (Lender, Claim) {
         let lender = self.all()[member.number].member(member.which);

@@ -67,6 +67,12 @@ pub mod room;
 /// No more of a guest is kept here than that.
 mod keep;
 
+/// Pages that go past this host.
+mod straight;
+
+/// Which of them are on their way.
+mod errands;
+
 /// What it takes anew waits for room, where it takes it faster than pages leave.
 mod admit;
 
@@ -120,6 +126,7 @@ pub use self::account::Account;
 use self::ahead::Ahead;
 use self::chunk::Chunk;
 use self::clock::Clock;
+use self::errands::Errands;
 pub use self::error::SplitError;
 use self::hotness::{DroppedMappings, Hotness};
 use self::lender::Member;
@@ -166,6 +173,7 @@ pub struct Split {
     /// It is being looked what one of two memory hosts has, that has answered again.
     looking: AtomicBool,
     still: Still,
+    errands: Mutex<Errands>,
     heard: Mutex<Instant>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -251,6 +259,7 @@ impl Split {
             rests: std::array::from_fn(|_| Mutex::default()),
             looking: AtomicBool::new(false),
             still: Still::default(),
+            errands: Mutex::default(),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),

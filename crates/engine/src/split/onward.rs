@@ -32,6 +32,7 @@ use super::{Epochs, Lender, Split, SplitError, lock};
 use crate::error::MigrateError;
 use crate::paging::Pager;
 use crate::paging::whereabouts::{Holder, map_of};
+use crate::store::client::{MemoryHost, StoreError};
 
 /// How long pages that are on their way may take once the guest has stopped.
 const ON_THE_WAY: Duration = Duration::from_secs(1);
@@ -90,6 +91,20 @@ impl Split {
     pub fn stand_still(&self) -> Result<Elsewhere, MigrateError> {
         let _nobody = self.still.stand(ON_THE_WAY).ok_or_else(|| self.still_coming())?;
         Ok(Elsewhere { away: self.pager.hand_on(), epoch: self.lenders.epoch() })
+    }
+
+    /// How many memory hosts it has: their numbers are below that.
+    #[must_use]
+    pub fn memory_hosts(&self) -> usize {
+        self.lenders.count()
+    }
+
+    /// Calls a memory host for the guest's next host, which is its owner by now, in the epoch that it has named.
+    ///
+    /// # Errors
+    /// [`StoreError`]; also where there is none of this number.
+    pub fn reach_in_the_name_of_its_owner(&self, number: usize, epoch: u64) -> Result<MemoryHost, StoreError> {
+        self.lenders.reach_for_owner(number, epoch)
     }
 
     fn still_coming(&self) -> MigrateError {

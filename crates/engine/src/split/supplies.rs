@@ -2,11 +2,13 @@
 
 use std::time::Instant;
 
+use sterna_protocol::errand::Put;
 use sterna_protocol::layout::PageIndex;
 use sterna_protocol::pages::PageSet;
 
 use super::{Split, lock};
-use crate::paging::supplier::Supplier;
+use crate::error::MigrateError;
+use crate::paging::supplier::{Straight, Supplier};
 
 impl Supplier for Split {
     fn ask(&self, page: PageIndex, thread: u32) {
@@ -32,6 +34,14 @@ impl Supplier for Split {
 
     fn make_way(&self) {
         self.make_way_for_others();
+    }
+
+    fn straight(&self, put: &[Put], may: bool) -> Result<Straight, MigrateError> {
+        self.straight_to_hosts(put, may)
+    }
+
+    fn nothing_goes_straight(&self) {
+        self.nothing_is_put();
     }
 
     fn heard(&self) -> Instant {

@@ -199,3 +199,82 @@ fn what_is_at_memory_hosts_comes_while_the_source_is_away() {
     dies(split);
     there.split.end();
 }
+
+/// The pages that a guest uses of which much is too much for its next host.
+const FEW: u64 = 2 * CHUNK_PAGES as u64;
+
+/// A link slow enough that what can go past a host does.
+fn slowly() -> MigrateOptions {
+    MigrateOptions { mode: Mode::Postcopy, postcopy_bandwidth_bytes_per_s: Some(16 << 20), ..options() }
+}
+
+/// What was put at memory hosts is there for the guest's owner, and takes no memory here; what the guest uses comes.
+#[test]
+fn what_is_too_much_for_a_guests_next_host_goes_straight_to_memory_hosts() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, hosts) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+    let way = Way::of(&guest, &hosts);
+    let split = guest.split_over(way.lenders.clone());
+    let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
+    let moving = Moving::using(Checking::start_in(&guest, 2, FEW), FEW);
+    starts_at_once(&host, &moving);
+    let (fate, report) = run_with(here.outgoing(moving.vmm()), &peer, &slowly());
+    assert_eq!((fate, &report.error), (Fate::There, &None));
+    let pages = &report.pages;
+    println!("{} pages pushed, {} asked for, {} straight", pages.pushed, pages.faulted, pages.straight);
+    assert!(pages.straight >= 192, "{pages:?}");
+    let there = arrived(&host);
+    assert_eq!(there.split.pager().to_come(), 0);
+    assert!(hosts.iter().map(LendingHost::pages).sum::<u64>() >= pages.straight);
+    let checking = moving.runs();
+    checking.goes_on(500);
+    split.end();
+    there.split.merge(&|| Ok(())).unwrap();
+    checking.end();
+    (FEW..PAGES).for_each(|page| assert_eq!(word(&there.mapping, page), expected(page), "page {page}"));
+    there.split.end();
+}
+
+/// The link to its source, and that to one of its memory hosts, in turn.
+#[test]
+fn whatever_link_breaks_while_pages_go_straight_the_guest_finds_what_it_wrote() {
+    if !tracking_works() {
+        return;
+    }
+    let mut straight = 0;
+    for turn in 0..8u64 {
+        // One that uses all of it touches what is on its way, too.
+        let in_use = if turn % 4 < 2 { FEW } else { PAGES };
+        let (guest, hosts) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+        let breaks = Relay::to(&hosts[0].lender().peer, if turn % 2 == 0 { u64::MAX } else { turn * 150_000 });
+        let lenders = vec![Lender { peer: breaks.address.clone(), ..hosts[0].lender() }, hosts[1].lender()];
+        let way = Way::over(&guest, lenders);
+        let split = guest.split_over(way.lenders.clone());
+        let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
+        let moving = Moving::using(Checking::start_in(&guest, 2, in_use), in_use);
+        starts_at_once(&host, &moving);
+        // The devices and what is asked for at once have come by then.
+        let relay = Relay::to(&peer, if turn % 2 == 0 { 200_000 + turn * 250_000 } else { u64::MAX });
+        let (fate, report) = run_with(here.outgoing(moving.vmm()), &relay.address, &slowly());
+        if fate != Fate::There {
+            println!("turn {turn}: {:?}", report.error);
+            continue;
+        }
+        straight += report.pages.straight;
+        let there = arrived(&host);
+        assert_eq!(there.split.pager().to_come(), 0);
+        let checking = moving.runs();
+        checking.goes_on(200);
+        split.end();
+        there.split.merge(&|| Ok(())).unwrap();
+        checking.end();
+        (in_use..PAGES).for_each(|page| {
+            assert_eq!(word(&there.mapping, page), expected(page), "turn {turn}, page {page}");
+        });
+        there.split.end();
+    }
+    println!("{straight} pages went straight");
+    assert!(straight > 0);
+}

@@ -65,6 +65,9 @@ mod compared;
 /// The rest of its pages follows it there.
 mod following;
 
+/// What goes past its host.
+mod straight;
+
 /// A guest that takes more memory than it has room for.
 mod paced;
 

@@ -120,7 +120,11 @@ pub fn options() -> MigrateOptions {
 
 /// A guest of threads on its way.
 #[derive(Clone)]
-pub struct Moving(Arc<Mutex<State>>);
+pub struct Moving {
+    state: Arc<Mutex<State>>,
+    /// The pages that it goes on with.
+    in_use: u64,
+}
 
 enum State {
     Runs(Checking),
@@ -130,7 +134,12 @@ enum State {
 
 impl Moving {
     pub fn new(checking: Checking) -> Self {
-        Self(Arc::new(Mutex::new(State::Runs(checking))))
+        Self::using(checking, IN_USE)
+    }
+
+    /// It goes on with so many pages.
+    pub fn using(checking: Checking, in_use: u64) -> Self {
+        Self { state: Arc::new(Mutex::new(State::Runs(checking))), in_use }
     }
 
     /// A VMM that stops it.
@@ -141,7 +150,7 @@ impl Moving {
     }
 
     fn stop(&self) {
-        let mut state = self.0.lock().unwrap();
+        let mut state = self.state.lock().unwrap();
         *state = match std::mem::replace(&mut *state, State::Ended) {
             State::Runs(checking) => State::Stopped(checking.stop()),
             other => other,
@@ -157,16 +166,16 @@ impl Moving {
     /// The same, for others to look at.
     pub fn starts_at(&self, mapping: &Arc<SharedMapping>) {
         self.stop();
-        let mut state = self.0.lock().unwrap();
+        let mut state = self.state.lock().unwrap();
         *state = match std::mem::replace(&mut *state, State::Ended) {
-            State::Stopped(knowing) => State::Runs(Checking::go_on(mapping, knowing, IN_USE)),
+            State::Stopped(knowing) => State::Runs(Checking::go_on(mapping, knowing, self.in_use)),
             _ => unreachable!("it was stopped"),
         }
     }
 
     /// It runs, and does something meanwhile.
     pub fn while_it_runs(&self, act: impl FnOnce(&Checking)) {
-        match &*self.0.lock().unwrap() {
+        match &*self.state.lock().unwrap() {
             State::Runs(checking) => act(checking),
             _ => unreachable!("it runs"),
         }
@@ -174,7 +183,7 @@ impl Moving {
 
     /// It runs.
     pub fn runs(&self) -> Checking {
-        match std::mem::replace(&mut *self.0.lock().unwrap(), State::Ended) {
+        match std::mem::replace(&mut *self.state.lock().unwrap(), State::Ended) {
             State::Runs(checking) => checking,
             _ => unreachable!("it runs"),
         }

@@ -148,6 +148,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         Request::Split(_) | Request::SplitParity(_) | Request::Away { .. } | Request::AwayEnd { .. } => Reply::Noted,
         Request::LoadPostcopy(_) => Reply::Loaded,
         Request::Paging => Reply::Paging { missing: 0, faults: 0 },
+        Request::Straight { .. } => Reply::Straight { taken: vec![], epoch: 0, errands: vec![] },
         Request::Complete { .. } => Reply::Completed(Box::default()),
         Request::Release => Reply::Released,
         Request::Resume { .. } => Reply::Resumed { layout: 0 },

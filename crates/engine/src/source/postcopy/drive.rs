@@ -12,6 +12,7 @@ use super::ends::Ends;
 use super::pacing::Pacing;
 use super::pending::Pending;
 use super::push;
+use super::straight::{self, Errands};
 use super::urgent::Urgent;
 use super::work::{Context, Work, no_thread};
 use crate::error::MigrateError;
@@ -121,6 +122,7 @@ impl Session {
         if let Some(meter) = &work.compression {
             meter.round_begins(streams.len(), streams.len());
         }
+        let errands = &Errands::default();
         std::thread::scope(|scope| {
             let guard = EndOnDrop(ends);
             let mut pushes = Vec::with_capacity(streams.len());
@@ -135,6 +137,14 @@ impl Session {
                 let thread = std::thread::Builder::new().name("push".into()).spawn_scoped(scope, push);
                 pushes.push(thread.map_err(no_thread())?);
             }
+            let straight = straight::possible(context.split, link);
+            for host in straight.iter().copied() {
+                let run = move || straight::run(host, errands, pending, work, ends);
+                let thread = std::thread::Builder::new().name("straight".into()).spawn_scoped(scope, run);
+                thread.map_err(no_thread())?;
+            }
+            // However it ends, these threads do.
+            let over = EndErrands(errands);
             let (began, mut seen) = (Instant::now(), work.tally.so_far());
             let mut heartbeat = Heartbeat::new(Duration::ZERO);
             while pushes.iter().any(|push| !push.is_finished()) {
@@ -147,6 +157,10 @@ impl Session {
                 }
                 pacing.step(pending.quiet_for(QUIET, Instant::now()))?;
                 progress(context, &mut seen);
+                if !straight.is_empty() && errands.has_news() {
+                    errands.ask(link, straight.len(), pending, work)?;
+                    heartbeat.answered(began.elapsed());
+                }
                 if heartbeat.is_due(began.elapsed()) {
                     ask(link, context)?;
                     heartbeat.answered(began.elapsed());
@@ -156,6 +170,7 @@ impl Session {
                 return Err(error);
             }
             progress(context, &mut seen);
+            drop(over);
             std::mem::forget(guard);
             Ok(false)
         })
@@ -203,6 +218,15 @@ fn ask(link: &mut Link, context: &Context) -> Result<(), MigrateError> {
 /// A guard that ends the session's connections when its scope is left early, also by a panic: threads in the scope wait
 /// on these connections.
 struct EndOnDrop<'a>(&'a Ends);
+
+/// The same for errands.
+struct EndErrands<'a>(&'a Errands);
+
+impl Drop for EndErrands<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
 
 impl Drop for EndOnDrop<'_> {
     fn drop(&mut self) {

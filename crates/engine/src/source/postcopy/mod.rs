@@ -3,7 +3,8 @@
 //! ```text
 //!   faults connection  ──▶ urgent: asked for ─┐
 //!                                             ├─ pending: each page is taken once ── frames ──▶ urgent and pages(i)
-//!   pacing ──▶ push, one per connection ──────┘
+//!   pacing ──▶ push, one per connection ──────┤
+//!              straight ──────────────────────┘        puts, to memory hosts of a split guest
 //!   control            ◀─▶ drive: heartbeat, Complete, verify, Release
 //!   whatever breaks    ──▶ everything is hung up; resume: connect anew, ask what is missing, go on
 //! ```
@@ -29,6 +30,9 @@ pub mod urgent;
 
 /// The push of the rest, beside the urgent pages.
 pub mod push;
+
+/// Pages that go past the destination.
+pub mod straight;
 
 /// The pace of the push.
 pub mod pacing;
@@ -103,8 +107,9 @@ pub fn postcopy(departure: &mut Departure, link: Link, handed: Handed) {
     }
     let Handed { work, standing } = handed;
     let session = standing.and_then(|Standing { begun, streams, known }| begun.session(link, streams, known).ok());
+    let split = departure.split.as_deref();
     let Departure { id, peer, daemon, options, host, monitor, .. } = *departure;
-    see_through(&Context { id, peer, daemon, options, host, monitor, work }, session, &mut departure.account);
+    see_through(&Context { id, peer, daemon, options, host, monitor, work, split }, session, &mut departure.account);
 }
 
 /// Completes post-copy, with a session that stands or with none, and writes into the report how it ended.

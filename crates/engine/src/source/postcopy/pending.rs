@@ -12,6 +12,8 @@
 //!   has them
 //! * **a fault comes before the answer to `LoadPostcopy`, because loading the devices reads guest RAM**: the set is
 //!   filled before that request is sent
+//! * **a fault asks for a page that is on its way to a memory host** (`straight.rs`): it goes, and the destination,
+//!   which knows that somebody waits for it, does not take it from there
 //! * **a request for a page that was never to be sent, or that the machine does not have**: it is not in the set:
 //!   nothing is sent
 
@@ -31,6 +33,8 @@ pub const NEIGHBOURS: usize = 7;
 const FEW: usize = 8;
 /// How long nothing is pushed after a fault, without pre-paging.
 const HOLD: Duration = Duration::from_millis(100);
+/// How often the push looks whether something was put back, where all else has gone.
+const ASIDE: Duration = Duration::from_millis(5);
 
 /// The set of pending pages, and the order of the push.
 #[derive(Debug)]
@@ -43,6 +47,8 @@ pub struct Pending {
 #[derive(Debug)]
 struct State {
     pages: PageMap,
+    /// Pages that are on their way to a memory host: a fault takes them as any other, and the push does not.
+    aside: PageMap,
     /// Pages that went as references to a body that another page brings.
     referred: PageMap,
     left: u64,
@@ -71,6 +77,7 @@ impl Pending {
         let (pages, prepager) = (PageMap::empty(layout), Prepager::new(order, layout));
         let state = Mutex::new(State {
             referred: pages.clone(),
+            aside: pages.clone(),
             pages,
             left: 0,
             prepager,
@@ -92,6 +99,35 @@ impl Pending {
         let mut gone = pages.clone();
         gone.take_out(&self.lock().pages);
         gone
+    }
+
+    /// Sets what is pending of a chunk aside, for another way than the push. Returns it.
+    #[must_use]
+    pub fn set_aside(&self, chunk: ChunkIndex) -> PageSet {
+        if chunk.0 >= self.layout.chunks() {
+            return PageSet::EMPTY;
+        }
+        let mut state = self.lock();
+        let pages = std::mem::take(state.pages.chunk_mut(chunk));
+        state.aside.insert_all(chunk, &pages);
+        pages
+    }
+
+    /// Of what was set aside these pages are gone, as far as no fault has taken them.
+    pub fn went(&self, chunk: ChunkIndex, pages: &PageSet) {
+        let mut state = self.lock();
+        let gone = state.aside.chunk(chunk).and(pages);
+        state.take(chunk, &gone);
+    }
+
+    /// And these are to be pushed, after all.
+    pub fn put_back(&self, chunk: ChunkIndex, pages: &PageSet) {
+        let mut state = self.lock();
+        let aside = state.aside.chunk_mut(chunk);
+        let back = aside.and(pages);
+        *aside = aside.without(&back);
+        state.pages.insert_all(chunk, &back);
+        state.prepager.again(chunk);
     }
 
     /// How many pages nobody has taken yet.
@@ -140,7 +176,8 @@ impl Pending {
         let mut state = self.lock();
         state.asked = Some(now);
         state.prepager.fault(page, request.thread);
-        let pending = state.pages.chunk(page.chunk).contains(page.page);
+        let is_aside = state.aside.chunk(page.chunk).contains(page.page);
+        let pending = is_aside || state.pages.chunk(page.chunk).contains(page.page);
         if pending {
             state.take(page.chunk, &[page.page].into_iter().collect());
             if state.served.len() == FEW {
@@ -175,7 +212,7 @@ impl Pending {
             return Next::Wait(left);
         }
         let State { pages, prepager, .. } = &mut *state;
-        let Some((chunk, pages)) = prepager.next(pages) else { return Next::End };
+        let Some((chunk, pages)) = prepager.next(pages) else { return Next::Wait(ASIDE) };
         state.take(chunk, &pages);
         Next::Send(chunk, pages)
     }
@@ -188,8 +225,10 @@ impl Pending {
 impl State {
     /// Takes pending pages out.
     fn take(&mut self, chunk: ChunkIndex, pages: &PageSet) {
-        let set = self.pages.chunk_mut(chunk);
-        *set = set.without(pages);
+        for map in [&mut self.pages, &mut self.aside] {
+            let set = map.chunk_mut(chunk);
+            *set = set.without(pages);
+        }
         self.left -= pages.len() as u64;
     }
 }
@@ -300,6 +339,30 @@ mod tests {
             assert!(pending.ask(&request(5000), start));
             assert!(matches!(pending.next(start), Next::Send(..)));
         }
+    }
+
+    #[test]
+    fn what_is_set_aside_is_pushed_only_once_it_is_put_back_and_goes_to_whoever_asks_for_it() {
+        let (pending, now) = (pending(Prepaging::Linear), Instant::now());
+        let (last, of) = (ChunkIndex(39), |pages: &[u8]| pages.iter().copied().collect::<PageSet>());
+        assert_eq!(pending.set_aside(last).len(), 256);
+        assert!(pending.set_aside(last).is_empty() && pending.set_aside(ChunkIndex(99)).is_empty());
+        assert!(pending.ask(&request(39 * 256 + 7), now) && !pending.ask(&request(39 * 256 + 7), now));
+        assert!(pending.neighbours(&request(39 * 256 + 7)).is_empty(), "those are on their way");
+        let mut pushed = 0;
+        while let Next::Send(chunk, pages) = pending.next(now) {
+            assert_ne!(chunk, last);
+            pushed += pages.len();
+        }
+        assert_eq!((pushed, pending.left(), pending.next(now)), (10_242 - 256, 255, Next::Wait(ASIDE)));
+        // Of what is gone one was asked for before, and one is asked for too late.
+        pending.went(last, &of(&[7, 8, 9]));
+        assert!(!pending.ask(&request(39 * 256 + 8), now));
+        pending.put_back(last, &of(&[7, 8, 9, 10, 11]));
+        assert!(matches!(pending.next(now), Next::Send(chunk, pages) if chunk == last && pages == of(&[10, 11])));
+        pending.put_back(last, &PageSet::first(256));
+        while let Next::Send(..) = pending.next(now) {}
+        assert_eq!((pending.left(), pending.next(now)), (0, Next::End));
     }
 
     #[test]

@@ -19,6 +19,7 @@ pub struct Tally {
     reference: AtomicU64,
     faulted: AtomicU64,
     pushed: AtomicU64,
+    straight: AtomicU64,
     bytes: AtomicU64,
     /// Bytes of these that went because of faults, including neighbours.
     asked_bytes: AtomicU64,
@@ -36,6 +37,17 @@ impl Tally {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         let pages = if asked { &self.faulted } else { &self.pushed };
         pages.fetch_add(counts.pages(), Ordering::Relaxed);
+    }
+
+    /// Counts bytes that were put at a memory host.
+    pub(super) fn put(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Counts pages that are at a memory host now.
+    pub(super) fn went_straight(&self, pages: u64) {
+        self.full.fetch_add(pages, Ordering::Relaxed);
+        self.straight.fetch_add(pages, Ordering::Relaxed);
     }
 
     /// Counts this thread, which ends: its processor time, and what it compressed.
@@ -59,7 +71,7 @@ impl Tally {
     #[must_use]
     pub fn so_far(&self) -> (u64, u64) {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        (get(&self.faulted) + get(&self.pushed), get(&self.bytes))
+        (get(&self.faulted) + get(&self.pushed) + get(&self.straight), get(&self.bytes))
     }
 
     /// Adds the tally to a report.
@@ -73,6 +85,7 @@ impl Tally {
         report.pages.shared_reference += get(&self.reference);
         report.pages.faulted += get(&self.faulted);
         report.pages.pushed += get(&self.pushed);
+        report.pages.straight += get(&self.straight);
         report.bytes_on_wire += get(&self.bytes);
         report.bytes_raw += full * PAGE_BYTES as u64;
         report.source.cpu_s += Duration::from_micros(get(&self.cpu_us)).as_secs_f64();

@@ -16,6 +16,7 @@ use crate::host::{DaemonId, MigrationId, SourceHost};
 use crate::memory::Memory;
 use crate::monitor::Monitor;
 use crate::source::encode::Meter;
+use crate::split::Split;
 use crate::transport::pacer::Pacer;
 use crate::transport::share::Share;
 
@@ -108,6 +109,8 @@ pub struct Context<'a> {
     pub monitor: &'a Monitor,
     /// The state that the threads share.
     pub work: Arc<Work>,
+    /// The memory hosts of a split guest, where this daemon knows them.
+    pub split: Option<&'a Split>,
 }
 
 /// The error where a thread of post-copy could not be started.
