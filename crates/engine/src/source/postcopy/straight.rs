@@ -8,7 +8,7 @@
 //! for it, and what came to nothing is pushed.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_protocol::errand::{Errand, MAX_ERRANDS, Put};
@@ -31,14 +31,16 @@ use crate::transport::control::REPLY_TIMEOUT;
 
 /// How long a memory host may say nothing.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How often it is looked whether there is an errand.
-const LOOK: Duration = Duration::from_millis(5);
 /// How often the destination is asked that has no errand.
 const AGAIN: Duration = Duration::from_millis(100);
 
 /// What is to be put at memory hosts, and what was.
 #[derive(Debug, Default)]
-pub struct Errands(Mutex<State>);
+pub struct Errands {
+    state: Mutex<State>,
+    /// One has come, or the end.
+    changed: Condvar,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -73,6 +75,7 @@ impl Errands {
     /// No more are done.
     pub fn end(&self) {
         self.lock().over = true;
+        self.changed.notify_all();
     }
 
     /// Tells the destination what is done, and asks it what is next, for so many memory hosts.
@@ -107,21 +110,21 @@ impl Errands {
                 state.due.push_back(Due { errand, epoch, pages });
             }
         }
+        self.changed.notify_all();
         Ok(())
     }
 
-    /// The next one for a memory host; `None` where there is none, an error at the end.
-    fn next(&self, host: u8) -> Result<Option<Due>, ()> {
-        let mut state = self.lock();
-        if state.over {
-            return Err(());
-        }
-        let at = state.due.iter().position(|due| due.errand.host == host);
-        Ok(at.and_then(|at| state.due.remove(at)))
+    /// Waits for the next one for a memory host; `None` at the end.
+    fn next(&self, host: u8) -> Option<Due> {
+        let is_due = |due: &Due| due.errand.host == host;
+        let idle = |state: &mut State| !state.over && !state.due.iter().any(is_due);
+        let mut state = self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
+        let at = state.due.iter().position(is_due).filter(|_| !state.over)?;
+        state.due.remove(at)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -132,16 +135,10 @@ pub fn possible<'a>(split: Option<&'a Split>, link: &Link) -> Vec<(&'a Split, u8
     split.map_or_else(Vec::new, |split| (0..split.memory_hosts()).map(|number| (split, number as u8)).collect())
 }
 
-/// Does errands for one of the memory hosts until they are over or the session ends.
+/// Does errands for one of the memory hosts until they are over, as they are where the session ends.
 pub fn run((split, host): (&Split, u8), errands: &Errands, pending: &Pending, work: &Work, ends: &Ends) {
     let mut way = Way { split, number: host, pending, work, line: None };
-    while let Ok(next) = errands.next(host)
-        && !ends.has_ended()
-    {
-        let Some(due) = next else {
-            ends.wait_quietly(LOOK);
-            continue;
-        };
+    while let Some(due) = errands.next(host) {
         let put = way.carry_out(&due, ends);
         errands.lock().done.push(put);
         ends.wake();
