@@ -31,7 +31,7 @@ impl Curves<'_> {
         LinePlot { title, x_label, y_label, lines, spans: Vec::new() }.write(directory, name)
     }
 
-    /// The lines: a name and points for each mover and QEMU, in the order of the rows.
+    /// The lines: a name and points for each mover and QEMU, from left to right. Rows lie as they were measured.
     pub(super) fn lines(&self, rows: &[Row]) -> Vec<(String, Vec<(f64, f64)>)> {
         let mut lines: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
         for row in rows {
@@ -44,6 +44,7 @@ impl Curves<'_> {
                 None => lines.push((label, vec![(x, value.median)])),
             }
         }
+        lines.iter_mut().for_each(|(_, points)| points.sort_by(|one, other| one.0.total_cmp(&other.0)));
         lines
     }
 }
@@ -59,7 +60,7 @@ mod tests {
     #[test]
     fn each_mover_is_a_line_over_the_workloads_of_the_plot() {
         let mover = Mover::Qemu(Method::Vanilla, Ram::Plain);
-        let runs = ["8 MiB", "16 MiB", "idle"].map(|name| sample(name, &mover, "10.0", &[("total_ms", 5.0)]));
+        let runs = ["16 MiB", "8 MiB", "idle"].map(|name| sample(name, &mover, "10.0", &[("total_ms", 5.0)]));
         let x = |name: &str| name.strip_suffix(" MiB")?.parse().ok();
         let curves = Curves { title: String::new(), x_label: "", y_label: "", metric: "total_ms", x: &x };
         let expected = vec![("qemu precopy (QEMU 10.0)".to_owned(), vec![(8.0, 5.0), (16.0, 5.0)])];
