@@ -193,9 +193,12 @@ impl Pager {
 
     /// Makes holes in the RAM file; those of them whose memory the host has again. Nobody else puts anything there.
     pub(super) fn take_out(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {
-        let taken = self.ram.discard(chunk, pages);
-        taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))?;
+        self.punch(chunk, pages)?;
         Ok(pages.without(&self.allocated_in(chunk)?))
+    }
+
+    fn punch(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<(), MigrateError> {
+        self.ram.discard(chunk, pages).map_err(MigrateError::host("taking pages out of the guest's RAM"))
     }
 
     /// Takes chunks out of the VMM's page tables: what is here of them stays, and the next access to it faults.
@@ -221,7 +224,8 @@ impl Pager {
     /// # Errors
     /// The file system refuses.
     pub fn take_out_what_is_away(&self) -> Result<(), MigrateError> {
-        self.ram.layout().iter().try_for_each(|chunk| self.take_out(chunk, &self.away_in(chunk)).map(drop))
+        // The guest may stand still meanwhile: what is freed is looked at later.
+        self.ram.layout().iter().try_for_each(|chunk| self.punch(chunk, &self.away_in(chunk)))
     }
 
     /// The pages of a copy that are as the holder has them, and those that are zeros still. They are fenced in.
