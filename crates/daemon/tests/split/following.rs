@@ -13,6 +13,12 @@ fn to_come(host: &Host) -> Option<u64> {
     host.ask("GET", "/v1/vms/m", None).1["arriving"]["missing_pages"].as_u64()
 }
 
+/// A host's daemon is killed, and started again.
+fn another_daemon(host: &mut Host) {
+    host.kill_daemon();
+    host.start_daemon();
+}
+
 #[test]
 fn pages_follow_a_machine_and_what_is_at_its_memory_hosts_stays_there() {
     if cannot_run() {
@@ -63,13 +69,7 @@ fn pages_follow_a_machine_on_whoevers_daemon_is_killed_meanwhile() {
         let refused = second.ask("POST", MERGE, None);
         assert!(refused.0 >= 400 && refused.1["code"] == "still-arriving", "{refused:?}");
         assert!(away(&second) > 0 && to_come(&second) > Some(0), "{}", second.get("/v1/vms/m"));
-        let host = match victim {
-            0 => &mut second,
-            1 => &mut first,
-            _ => &mut lenders[0],
-        };
-        host.kill_daemon();
-        host.start_daemon();
+        another_daemon([&mut second, &mut first, &mut lenders[0]][victim]);
         let before = to_come(&second).expect("it is arriving");
         eventually("more has come", || to_come(&second).is_none_or(|now| now < before));
     }
@@ -140,13 +140,7 @@ fn what_goes_past_a_machines_next_host_is_as_it_was_whoevers_daemon_is_killed_me
         eventually("a part of it is at a memory host, and more is to come", || arrives() && away(&second) > 0);
         let here = number(&second.get("/v1/vms/m"), "allocated_bytes");
         assert!(here < 15 * MIB, "{here} bytes: they came here, and left");
-        let host = match victim {
-            0 => &mut second,
-            1 => &mut first,
-            _ => &mut lenders[0],
-        };
-        host.kill_daemon();
-        host.start_daemon();
+        another_daemon([&mut second, &mut first, &mut lenders[0]][victim]);
         eventually("all has come, and nothing is left behind", || to_come(&second).is_none() && first.ram_files() == 0);
         eventually("nobody has it but its new host", || first.names().is_empty());
         merged(&second);

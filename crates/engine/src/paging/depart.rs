@@ -182,7 +182,11 @@ impl Pager {
     /// # Errors
     /// The file system refuses.
     pub fn take_out_again(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
-        let there = self.allocated_in(chunk)?.and(&self.away_in(chunk));
+        let away = self.away_in(chunk);
+        if away.is_empty() {
+            return Ok(away);
+        }
+        let there = self.allocated_in(chunk)?.and(&away);
         if there.is_empty() {
             return Ok(there);
         }
@@ -192,12 +196,12 @@ impl Pager {
     }
 
     /// Makes holes in the RAM file; those of them whose memory the host has again. Nobody else puts anything there.
-    pub(super) fn take_out(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {
+    fn take_out(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {
         self.punch(chunk, pages)?;
         Ok(pages.without(&self.allocated_in(chunk)?))
     }
 
-    fn punch(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<(), MigrateError> {
+    pub(super) fn punch(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<(), MigrateError> {
         self.ram.discard(chunk, pages).map_err(MigrateError::host("taking pages out of the guest's RAM"))
     }
 

@@ -61,7 +61,7 @@ impl Pager {
         let went = claim.pages;
         claim.left_source(holder)?;
         // What a round has brought of them.
-        self.take_out(chunk, &went)?;
+        self.punch(chunk, &went)?;
         Ok(went)
     }
 }

@@ -117,6 +117,23 @@ fn a_link_that_breaks_while_pages_follow_a_split_guest_costs_it_nothing_but_time
     here.split.end();
 }
 
+/// A guest of which nothing is away goes to another host, which has room for a part of it: what is left of it here, the
+/// guest there, and the report.
+fn goes_first(
+    guest: &Guest,
+    hosts: &[LendingHost],
+    moving: &Moving,
+    options: &MigrateOptions,
+) -> (Arc<Split>, Here, Report) {
+    let way = Way::of(guest, hosts);
+    let split = guest.split_over(way.lenders.clone());
+    let (here, (host, peer)) = (Here::of(guest, &split), next(&way));
+    starts_at_once(&host, moving);
+    let (fate, report) = run_with(here.outgoing(moving.vmm()), &peer, options);
+    assert_eq!((fate, &report.error), (Fate::There, &None));
+    (split, arrived(&host), report)
+}
+
 /// All of it was here, and its next host has room for a part.
 #[test]
 fn a_guest_of_which_nothing_is_away_goes_to_a_host_that_is_too_small_for_it() {
@@ -124,14 +141,8 @@ fn a_guest_of_which_nothing_is_away_goes_to_a_host_that_is_too_small_for_it() {
         return;
     }
     let (guest, hosts) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
-    let way = Way::of(&guest, &hosts);
-    let split = guest.split_over(way.lenders.clone());
-    let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
     let moving = Moving::new(Checking::start_in(&guest, 3, PAGES));
-    starts_at_once(&host, &moving);
-    let (fate, report) = run_with(here.outgoing(moving.vmm()), &peer, &by(Mode::Postcopy));
-    assert_eq!((fate, &report.error), (Fate::There, &None));
-    let there = arrived(&host);
+    let (split, there, _) = goes_first(&guest, &hosts, &moving, &by(Mode::Postcopy));
     while there.split.here_bytes().unwrap() > 3 * CHUNK_BYTES as u64 {
         std::thread::yield_now();
     }
@@ -215,17 +226,11 @@ fn what_is_too_much_for_a_guests_next_host_goes_straight_to_memory_hosts() {
         return;
     }
     let (guest, hosts) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
-    let way = Way::of(&guest, &hosts);
-    let split = guest.split_over(way.lenders.clone());
-    let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
     let moving = Moving::using(Checking::start_in(&guest, 2, FEW), FEW);
-    starts_at_once(&host, &moving);
-    let (fate, report) = run_with(here.outgoing(moving.vmm()), &peer, &slowly());
-    assert_eq!((fate, &report.error), (Fate::There, &None));
+    let (split, there, report) = goes_first(&guest, &hosts, &moving, &slowly());
     let pages = &report.pages;
     println!("{} pages pushed, {} asked for, {} straight", pages.pushed, pages.faulted, pages.straight);
     assert!(pages.straight >= 192, "{pages:?}");
-    let there = arrived(&host);
     assert_eq!(there.split.pager().to_come(), 0);
     assert!(hosts.iter().map(LendingHost::pages).sum::<u64>() >= pages.straight);
     let checking = moving.runs();

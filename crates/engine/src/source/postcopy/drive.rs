@@ -144,7 +144,7 @@ impl Session {
                 thread.map_err(no_thread())?;
             }
             // However it ends, these threads do.
-            let over = EndErrands(errands);
+            let _over = EndErrands(errands);
             let (began, mut seen) = (Instant::now(), work.tally.so_far());
             let mut heartbeat = Heartbeat::new(Duration::ZERO);
             while pushes.iter().any(|push| !push.is_finished()) {
@@ -170,7 +170,6 @@ impl Session {
                 return Err(error);
             }
             progress(context, &mut seen);
-            drop(over);
             std::mem::forget(guard);
             Ok(false)
         })
