@@ -57,13 +57,16 @@ pub fn working_set(pid: u32, memory_bytes: u64, time: Duration) -> Result<u64> {
         .ok_or_else(|| Error::Usage(format!("process {pid} maps no {memory_bytes} bytes in one piece")))
 }
 
-/// The pages referenced in the largest mapping of at least the given size, from `/proc/PID/smaps`.
+/// The pages referenced in the largest mapping of at least the given size without code, from `/proc/PID/smaps`: what
+/// QEMU has translated may be larger than the RAM.
 fn referenced_pages(smaps: &str, memory_bytes: u64) -> Option<u64> {
     let kib = |line: &str, key: &str| line.strip_prefix(key)?.split_ascii_whitespace().next()?.parse::<u64>().ok();
-    let (mut size, mut largest) = (0, None);
+    let (mut is_code, mut size, mut largest) = (false, 0, None);
     for line in smaps.lines() {
+        is_code = is_code_of(line).unwrap_or(is_code);
         size = kib(line, "Size:").unwrap_or(size);
         if let Some(referenced) = kib(line, "Referenced:")
+            && !is_code
             && size >= (memory_bytes >> 10).max(largest.map_or(0, |(size, _)| size))
         {
             largest = Some((size, referenced / 4));
@@ -86,14 +89,20 @@ pub fn translated_bytes(pid: u32) -> Result<u64> {
 fn writable_code_kib(smaps: &str) -> u64 {
     let (mut is_code, mut sum) = (false, 0);
     for line in smaps.lines() {
+        is_code = is_code_of(line).unwrap_or(is_code);
         let mut words = line.split_ascii_whitespace();
-        match (words.next(), words.next()) {
-            (Some("Rss:"), Some(kib)) if is_code => sum += kib.parse::<u64>().unwrap_or(0),
-            (Some(range), Some(access)) if range.contains('-') => is_code = access.starts_with("rwx"),
-            _ => {}
+        if let (Some("Rss:"), Some(kib), true) = (words.next(), words.next(), is_code) {
+            sum += kib.parse::<u64>().unwrap_or(0);
         }
     }
     sum
+}
+
+/// Whether the mapping that begins with this line of `smaps` is writable code; `None` where none begins.
+fn is_code_of(line: &str) -> Option<bool> {
+    let mut words = line.split_ascii_whitespace();
+    let (range, access) = (words.next()?, words.next()?);
+    range.contains('-').then(|| access.starts_with("rwx"))
 }
 
 /// Counts the pages of a RAM file; holes are skipped and stay holes.
@@ -140,7 +149,7 @@ mod tests {
 
     #[test]
     fn the_working_set_is_that_of_the_largest_mapping() {
-        let smaps = "7f00-7f10 rw-p\nSize:   2048 kB\nReferenced:  2048 kB\n7f10-7f20 rw-s\nSize:  1048576 kB\nRss: 9 kB\nReferenced:    400 kB\n";
+        let smaps = "7e00-7f00 rwxp\nSize: 2097152 kB\nReferenced: 9 kB\n7f00-7f10 rw-p\nSize:   2048 kB\nReferenced:  2048 kB\n7f10-7f20 rw-s\nSize:  1048576 kB\nRss: 9 kB\nReferenced:    400 kB\n";
         assert_eq!(referenced_pages(smaps, 1 << 30), Some(100));
         assert_eq!(referenced_pages(smaps, 1 << 31), None);
         assert!(working_set(std::process::id(), u64::MAX, Duration::ZERO).is_err());

@@ -24,9 +24,8 @@ impl Zipf {
         Self { count, zeta: all, alpha: 1.0 / (1.0 - THETA), eta }
     }
 
-    /// How popular the next key is: 0 is the most popular one.
-    fn rank(&self, random: &mut Random) -> usize {
-        let share = (random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;
+    /// How popular the key is that stands for a number from 0 to 1, each as likely: 0 is the most popular one.
+    fn rank(&self, share: f64) -> usize {
         let scaled = share * self.zeta;
         if scaled < 1.0 {
             return 0;
@@ -38,9 +37,15 @@ impl Zipf {
         (rank as usize).min(self.count - 1)
     }
 
+    /// The key that stands for a number from 0 to 1, each as likely.
+    #[must_use]
+    pub fn key(&self, share: f64) -> usize {
+        (mix(self.rank(share) as u64 + 1) % self.count as u64) as usize
+    }
+
     /// The next key.
     pub fn next(&self, random: &mut Random) -> usize {
-        (mix(self.rank(random) as u64 + 1) % self.count as u64) as usize
+        self.key(random.share())
     }
 }
 
@@ -53,7 +58,7 @@ mod tests {
         let (zipf, mut random) = (Zipf::new(1000), Random::new(1));
         let mut counts = vec![0_u32; 1000];
         for _ in 0..400_000 {
-            counts[zipf.rank(&mut random)] += 1;
+            counts[zipf.rank(random.share())] += 1;
         }
         let share = |rank: usize| f64::from(counts[rank]) / 400_000.0;
         for rank in [0, 1, 9, 99] {

@@ -3,13 +3,14 @@
 
 use std::net::Ipv4Addr;
 use std::path::Path;
+use std::time::Instant;
 
 use serde_json::json;
 
 use super::curves::Curves;
 use super::gang_figures::{Measured, measure};
 use super::judge::{least, ratio, worst};
-use super::lenders::{self, HERE_MIB, MEMORY_MIB, MIB, Way, paged};
+use super::lenders::{self, HERE_MIB, MEMORY_MIB, MIB, Moment, Way, paged, rates};
 use super::runner::{Attempt, Row, Site, figure, try_all};
 use super::together::{self, REST};
 use super::{Options, Plan, is};
@@ -19,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::meter::Line;
+use crate::plot::LinePlot;
 use crate::result::{Run, Target, rows, series};
 use crate::stats::median;
 use crate::sterna::SternaVm;
@@ -96,15 +98,20 @@ impl Walk {
         let report = self.way.split(lab, &vm)?;
         std::thread::sleep(REST);
         let mut console = Console::open(guest)?;
-        let before = paged(&vm)?;
-        console.type_line(&format!("walker --mib {} --passes 2 --rest-ms {REST_MS}", self.mib))?;
-        let first = console.wait_for("WALKER pass=1", PATIENCE)?;
-        let between = paged(&vm)?;
-        let again = console.wait_for("WALKER pass=2", PATIENCE)?;
-        let after = paged(&vm)?;
+        let walk = |begin: Instant| {
+            let before = paged(&vm)?;
+            console.type_line(&format!("walker --mib {} --passes 2 --rest-ms {REST_MS}", self.mib))?;
+            let first = console.wait_for("WALKER pass=1", PATIENCE)?;
+            let (between, first_s) = (paged(&vm)?, begin.elapsed().as_secs_f64());
+            let again = console.wait_for("WALKER pass=2", PATIENCE)?;
+            Ok(([first, again], [before, between, paged(&vm)?], [first_s, begin.elapsed().as_secs_f64()]))
+        };
+        let ((passes, [before, between, after], ends_s), moments) = lenders::watched(&vm, walk)?;
         guest.wait_until_well(PATIENCE)?;
-        measured.details = json!({ "split": report, "first": first, "again": again });
-        let [first, again] = [first, again].map(|text| Pass::read(&text));
+        let [first, again] = &passes;
+        measured.details =
+            json!({ "split": report, "first": first, "again": again, "ends_s": ends_s, "paged": moments });
+        let [first, again] = passes.map(|text| Pass::read(&text));
         let (first, again) = (first?, again?);
         for (name, value) in [
             (FIRST, first.mib_per_s),
@@ -176,7 +183,34 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
         let title = format!("{title}: {HERE_MIB} MiB of {MEMORY_MIB} may be here");
         Curves { title, x_label: "MiB", y_label, metric, x: &size }.write(&rows, directory, name)?;
     }
-    Ok(())
+    SIZES.iter().try_for_each(|mib| plot_over_time(runs, *mib, directory))
+}
+
+/// Pages that come and leave while the program goes through so much memory, twice.
+fn plot_over_time(runs: &[Run], mib: u64, directory: &Path) -> Result<()> {
+    let (mut lines, mut spans) = (Vec::new(), Vec::new());
+    for way in [Way::Tracked, Way::Ignored] {
+        let row = |run: &&Run| is(run, &[("mover", way.label()), ("workload", &workload(mib))]);
+        let seen = |run: &Run| {
+            let moments = serde_json::from_value::<Vec<Moment>>(run.details["paged"].clone()).ok()?;
+            Some((moments, serde_json::from_value::<[f64; 2]>(run.details["ends_s"].clone()).ok()?))
+        };
+        let Some((moments, ends_s)) = runs.iter().filter(row).find_map(seen) else { continue };
+        for (at, word) in ["come", "leave"].into_iter().enumerate() {
+            lines.push((format!("{}: {word}", way.label()), rates(&moments, at)));
+        }
+        // The two passes; a rest lies between them.
+        if way == Way::Tracked {
+            spans.push((format!("{}: first", way.label()), 0.0, ends_s[0]));
+            spans.push((format!("{}: again", way.label()), ends_s[0] + REST_MS as f64 / 1e3, ends_s[1]));
+        }
+    }
+    if lines.is_empty() {
+        return Ok(());
+    }
+    let title = format!("{mib} MiB used for the first time, and again: {HERE_MIB} MiB of {MEMORY_MIB} may be here");
+    let (x_label, y_label) = ("seconds".into(), "pages a second".into());
+    LinePlot { title, x_label, y_label, lines, spans }.write(directory, &format!("over-time-{mib}"))
 }
 
 #[cfg(test)]

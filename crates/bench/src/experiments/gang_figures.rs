@@ -47,8 +47,7 @@ pub(super) fn measure(runs: &mut [Run], mut trial: impl FnMut(&mut Measured) -> 
     for run in runs {
         let mut measured = Measured::default();
         let ended = trial(&mut measured);
-        run.metrics.extend(measured.metrics);
-        run.details = measured.details;
+        measured.put_into(run);
         ended?;
         done(run);
     }
@@ -83,7 +82,7 @@ impl Before {
 }
 
 /// The processor time that the daemons in a control group have taken.
-fn daemons_cpu_time(group: &Group) -> Duration {
+pub(super) fn daemons_cpu_time(group: &Group) -> Duration {
     let daemons = group.processes().into_iter().map(|process| process.pid);
     let daemons = daemons.filter(|pid| comm(*pid).is_ok_and(|name| name == "sternad"));
     daemons.filter_map(|pid| cpu_time_of(pid).ok()).sum()
@@ -95,6 +94,12 @@ pub(super) fn mib(bytes: u64) -> f64 {
 }
 
 impl Measured {
+    /// Puts into a run what was measured.
+    pub(super) fn put_into(self, run: &mut Run) {
+        run.metrics.extend(self.metrics);
+        run.details = self.details;
+    }
+
     pub(super) fn note(&mut self, name: &str, value: f64) {
         self.metrics.insert(name.into(), value);
     }

@@ -1,12 +1,15 @@
 //! What the experiments of split guests have in common: a guest's host, and two memory hosts.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
 use serde_json::{Value, json};
 use sterna_api::{SplitReport, Unused};
 
 use super::movers;
 use super::runner::Row;
 use crate::command::PATIENCE;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gang::lab_with;
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
@@ -18,6 +21,8 @@ pub(super) const MIB: u64 = 1 << 20;
 const LENT_MIB: u64 = 400;
 /// What it has beside, for [bare requests](crate::bare), MiB.
 const BESIDE_MIB: u64 = 2;
+/// How often it is looked how many pages have come and left.
+const WATCH: Duration = Duration::from_millis(500);
 /// The program whose work is measured.
 pub(super) const PROGRAM: &str = "TOUCHER";
 
@@ -114,8 +119,58 @@ pub(super) fn paged(vm: &SternaVm) -> Result<[f64; 2]> {
     Ok([split.in_pages as f64, split.out_pages as f64])
 }
 
+/// Seconds since a beginning, and pages that had come from memory hosts and that had left for them until then.
+pub(super) type Moment = [f64; 3];
+
+/// Does something with a guest, which is told when it begins, and notes meanwhile how many of its pages come and leave.
+///
+/// # Errors
+/// What `during` fails for, or where the guest's daemon does not answer.
+pub(super) fn watched<T>(vm: &SternaVm, during: impl FnOnce(Instant) -> Result<T>) -> Result<(T, Vec<Moment>)> {
+    let (begin, over) = (Instant::now(), AtomicBool::new(false));
+    let watch = || -> Result<Vec<Moment>> {
+        let mut moments = Vec::new();
+        while !over.load(Ordering::Relaxed) {
+            let [came, left] = paged(vm)?;
+            moments.push([begin.elapsed().as_secs_f64(), came, left]);
+            std::thread::sleep(WATCH);
+        }
+        Ok(moments)
+    };
+    std::thread::scope(|scope| {
+        let watcher = scope.spawn(watch);
+        let done = during(begin);
+        over.store(true, Ordering::Relaxed);
+        let moments =
+            watcher.join().unwrap_or_else(|_| Err(Error::Usage("the thread that watches has panicked".into())));
+        Ok((done?, moments?))
+    })
+}
+
+/// Pages a second between each two moments, for `way` 0 those that came and for 1 those that left.
+pub(super) fn rates(moments: &[Moment], way: usize) -> Vec<(f64, f64)> {
+    let between = |pair: &[Moment]| {
+        let seconds = pair[1][0] - pair[0][0];
+        (pair[1][0], (pair[1][1 + way] - pair[0][1 + way]) / seconds.max(1e-6))
+    };
+    moments.windows(2).map(between).collect()
+}
+
 /// Waits until a guest's program is at its work.
 pub(super) fn is_at_work(guest: &Guest) -> Result<()> {
     guest.wait_until_up(PATIENCE)?;
     guest.wait_until_says("TOUCHER ready", PATIENCE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_a_second_are_told_between_two_looks() {
+        let moments = [[0.0, 10.0, 0.0], [0.5, 20.0, 0.0], [1.0, 20.0, 100.0]];
+        assert_eq!(rates(&moments, 0), [(0.5, 20.0), (1.0, 0.0)]);
+        assert_eq!(rates(&moments, 1), [(0.5, 0.0), (1.0, 200.0)]);
+        assert!(rates(&moments[..1], 0).is_empty());
+    }
 }

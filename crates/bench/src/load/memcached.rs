@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use sterna_guest_programs::zipf::Zipf;
 
 use super::values::{Random, Values};
 use super::{Sample, now_us};
@@ -27,6 +28,8 @@ pub struct LoadConfig {
     pub connections: usize,
     /// Distinct keys.
     pub keys: u32,
+    /// Whether few of them are asked for often, by Zipf's law; else each is as likely.
+    pub skewed: bool,
     /// Bytes of a value.
     pub value_bytes: usize,
     /// Share of requests that are sets, 0 to 1; the rest are gets.
@@ -58,6 +61,7 @@ impl LoadConfig {
         Self {
             connections: 4,
             keys: 65_536,
+            skewed: false,
             value_bytes: 1024,
             set_share: 1.0,
             values: Values::Noise,
@@ -228,6 +232,26 @@ fn append_set(requests: &mut Vec<u8>, key: u64, config: &LoadConfig, random: &mu
     requests.extend_from_slice(b"\r\n");
 }
 
+/// The keys that a client asks for.
+struct Keys {
+    count: u64,
+    popular: Option<Zipf>,
+}
+
+impl Keys {
+    fn of(config: &LoadConfig) -> Self {
+        let count = config.keys.max(1);
+        Self { count: count.into(), popular: config.skewed.then(|| Zipf::new(count as usize)) }
+    }
+
+    fn next(&self, random: &mut Random) -> u64 {
+        match &self.popular {
+            None => random.next() % self.count,
+            Some(zipf) => zipf.key(random.share()) as u64,
+        }
+    }
+}
+
 /// One connection's requests, until the load ends or the connection does.
 fn talk(stream: TcpStream, config: &LoadConfig, shared: &Shared, random: &mut Random) -> Result<()> {
     let mut writer = stream.try_clone().context(|| "the connection to memcached".into())?;
@@ -235,21 +259,21 @@ fn talk(stream: TcpStream, config: &LoadConfig, shared: &Shared, random: &mut Ra
     let (pipeline, keys_per_get) = (config.pipeline.max(1), config.keys_per_get.max(1));
     let mut requests = Vec::with_capacity(pipeline * (config.value_bytes + 64));
     let (mut sets, mut line) = (Vec::with_capacity(pipeline), Vec::new());
-    let mut due = Instant::now();
+    let (keys, mut due) = (Keys::of(config), Instant::now());
     while !shared.stop.load(Ordering::Relaxed) {
         requests.clear();
         sets.clear();
         let mut asked = 0;
         for _ in 0..pipeline {
             let is_set = random.share() < config.set_share;
-            let mut key = || random.next() % u64::from(config.keys.max(1));
             if is_set {
-                let key = key();
+                let key = keys.next(random);
                 append_set(&mut requests, key, config, random, true);
                 asked += 1;
             } else {
                 requests.extend_from_slice(b"get");
-                (0..keys_per_get).for_each(|_| requests.extend_from_slice(format!(" key{}", key()).as_bytes()));
+                (0..keys_per_get)
+                    .for_each(|_| requests.extend_from_slice(format!(" key{}", keys.next(random)).as_bytes()));
                 requests.extend_from_slice(b"\r\n");
                 asked += keys_per_get;
             }
