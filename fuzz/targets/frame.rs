@@ -1,6 +1,8 @@
 //! Frames on a connection that carries pages: as they come, and with the checksum that fits.
 #![no_main]
 
+use std::hash::Hasher;
+
 use libfuzzer_sys::fuzz_target;
 use sterna_protocol::frame::packed::{MAX_PAYLOAD_BYTES, MAX_WORDS};
 use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
@@ -8,7 +10,7 @@ use sterna_protocol::hello::Features;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::spec::BlockSpec;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 const KEY: u64 = 7;
 const MAGIC: &[u8; 4] = b"STRF";
@@ -26,10 +28,10 @@ fuzz_target!(|bytes: &[u8]| {
         header[..4].copy_from_slice(MAGIC);
         header[CHECKED - 8..CHECKED].copy_from_slice(&number.to_le_bytes());
         let Ok(pending) = strict.header(&header) else { return };
-        let mut hash = Xxh3::with_seed(KEY);
-        hash.update(&header[..CHECKED]);
-        following(words, pending.words()).iter().for_each(|word| hash.update(&word.to_le_bytes()));
-        header[CHECKED..].copy_from_slice(&hash.digest().to_le_bytes());
+        let mut hash = XxHash3_64::with_seed(KEY);
+        hash.write(&header[..CHECKED]);
+        following(words, pending.words()).iter().for_each(|word| hash.write(&word.to_le_bytes()));
+        header[CHECKED..].copy_from_slice(&hash.finish().to_le_bytes());
         if !read(&mut mended, &header, words, &layout) {
             return;
         }

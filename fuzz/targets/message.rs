@@ -36,5 +36,5 @@ fn whole<M: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(body: &[
 }
 
 fn checksum(body: &[u8]) -> u64 {
-    xxhash_rust::xxh3::xxh3_64_with_seed(body, KEY)
+    twox_hash::XxHash3_64::oneshot_with_seed(KEY, body)
 }

@@ -80,7 +80,7 @@ fuzz_target!(|bytes: &[u8]| {
 
 /// The message in `body`, with the checksum that fits it: the fuzzer is not to guess that.
 fn whole<M: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(body: &[u8]) {
-    let Ok(message) = decode::<M>(body, xxhash_rust::xxh3::xxh3_64_with_seed(body, KEY), KEY) else { return };
+    let Ok(message) = decode::<M>(body, twox_hash::XxHash3_64::oneshot_with_seed(KEY, body), KEY) else { return };
     let again = encode(&message, KEY).expect("what was understood can be said");
     let (prefix, again) = again.split_first_chunk::<PREFIX_BYTES>().expect("a message has a prefix");
     let (_, checksum) = decode_prefix(*prefix).expect("our own prefix");

@@ -29,7 +29,9 @@ pub mod packed;
 /// Pages that a gang shares.
 pub mod shared;
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+use std::hash::Hasher;
+
+use twox_hash::XxHash3_64;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -173,15 +175,15 @@ impl Digester {
     /// The digest of a page's body.
     #[must_use]
     pub fn page(self, body: &[u8]) -> u64 {
-        xxh3_64_with_seed(body, self.seed)
+        XxHash3_64::oneshot_with_seed(self.seed, body)
     }
 
     /// The digest of several pages' digests.
     #[must_use]
     pub fn pages(self, digests: &[u64]) -> u64 {
-        let mut hash = Xxh3::with_seed(self.seed);
-        digests.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
-        hash.digest()
+        let mut hash = XxHash3_64::with_seed(self.seed);
+        digests.iter().for_each(|digest| hash.write(&digest.to_le_bytes()));
+        hash.finish()
     }
 }
 
@@ -239,12 +241,12 @@ impl FrameWriter {
 }
 
 fn checksum(key: u64, raw: &Raw, words: &[u64]) -> u64 {
-    let mut hash = Xxh3::with_seed(key);
-    hash.update(&raw.as_bytes()[..CHECKED_BYTES]);
+    let mut hash = XxHash3_64::with_seed(key);
+    hash.write(&raw.as_bytes()[..CHECKED_BYTES]);
     for word in words {
-        hash.update(&word.to_le_bytes());
+        hash.write(&word.to_le_bytes());
     }
-    hash.digest()
+    hash.finish()
 }
 
 /// Reads the headers of one connection. Reading is total, and nothing is believed before its checksum fits.

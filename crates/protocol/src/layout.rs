@@ -3,8 +3,10 @@
 //! A page is 4,096 bytes, a chunk 256 pages. Every block begins at a chunk of its own, so that a chunk belongs to one
 //! block, and a chunk's number is enough: frames, bitmaps and the work of a connection are in chunks.
 
+use std::hash::Hasher;
+
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use crate::spec::BlockSpec;
 
@@ -177,14 +179,14 @@ impl Layout {
     /// A digest of ids, sizes and page sizes. Where both ends differ in it, the migration is refused.
     #[must_use]
     pub fn digest(&self) -> u64 {
-        let mut hash = Xxh3::new();
+        let mut hash = XxHash3_64::new();
         for Block { spec, .. } in &self.blocks {
-            hash.update(&(spec.id.len() as u64).to_le_bytes());
-            hash.update(spec.id.as_bytes());
-            hash.update(&spec.bytes.to_le_bytes());
-            hash.update(&spec.page_bytes.to_le_bytes());
+            hash.write(&(spec.id.len() as u64).to_le_bytes());
+            hash.write(spec.id.as_bytes());
+            hash.write(&spec.bytes.to_le_bytes());
+            hash.write(&spec.page_bytes.to_le_bytes());
         }
-        hash.digest()
+        hash.finish()
     }
 }
 

@@ -7,7 +7,7 @@
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sterna_api::Problem;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 use crate::errand::{Errand, Put};
 use crate::layout::{ChunkIndex, PageIndex};
@@ -389,7 +389,7 @@ pub fn encode<M: Serialize>(message: &M, key: u64) -> Result<Vec<u8>, MessageErr
     }
     let mut bytes = Vec::with_capacity(PREFIX_BYTES + body.len());
     bytes.extend_from_slice(&(body.len() as u32).to_le_bytes());
-    bytes.extend_from_slice(&xxh3_64_with_seed(&body, key).to_le_bytes());
+    bytes.extend_from_slice(&XxHash3_64::oneshot_with_seed(key, &body).to_le_bytes());
     bytes.extend_from_slice(&body);
     Ok(bytes)
 }
@@ -412,7 +412,7 @@ pub fn decode_prefix(prefix: [u8; PREFIX_BYTES]) -> Result<(usize, u64), Message
 /// # Errors
 /// [`MessageError::Checksum`] where the message was damaged, [`MessageError::Nonsense`] where it cannot be decoded.
 pub fn decode<M: DeserializeOwned>(body: &[u8], checksum: u64, key: u64) -> Result<M, MessageError> {
-    if xxh3_64_with_seed(body, key) != checksum {
+    if XxHash3_64::oneshot_with_seed(key, body) != checksum {
         return Err(MessageError::Checksum);
     }
     match postcard::take_from_bytes(body) {
@@ -485,7 +485,7 @@ mod tests {
     proptest! {
         #[test]
         fn garbage_is_refused_and_nothing_panics(body: Vec<u8>, key: u64) {
-            let checksum = xxh3_64_with_seed(&body, key);
+            let checksum = XxHash3_64::oneshot_with_seed(key, &body);
             prop_assert_eq!(decode::<Request>(&body, checksum ^ 1, key), Err(MessageError::Checksum));
             if let Ok(request) = decode::<Request>(&body, checksum, key) {
                 // Whatever is understood is understood in the same way again.

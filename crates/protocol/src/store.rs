@@ -24,7 +24,10 @@
 /// What a store has of a guest: which request changes what.
 mod holdings;
 
+use std::hash::Hasher;
+
 use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_64;
 
 pub use self::holdings::{Held, Holdings, Put, SLOT_BYTES, Sum};
 use crate::layout::{CHUNK_PAGES, ChunkIndex};
@@ -273,7 +276,7 @@ pub enum Refusal {
 
 /// Sums up what a store has: chunks in order.
 pub struct Summing {
-    hash: xxhash_rust::xxh3::Xxh3,
+    hash: XxHash3_64,
     pages: u64,
 }
 
@@ -281,23 +284,23 @@ impl Summing {
     /// Nothing yet, for the guest with this key.
     #[must_use]
     pub fn new(key: u128) -> Self {
-        Self { hash: xxhash_rust::xxh3::Xxh3::with_seed(key as u64), pages: 0 }
+        Self { hash: XxHash3_64::with_seed(key as u64), pages: 0 }
     }
 
     /// Adds a chunk; `digests` are those of its pages with a body, in order.
     pub fn add(&mut self, chunk: ChunkIndex, held: &Held, digests: impl Iterator<Item = u64>) {
-        self.hash.update(&chunk.0.to_le_bytes());
-        self.hash.update(&held.version.to_le_bytes());
-        self.hash.update(&held.full.to_bytes());
-        self.hash.update(&held.zero.to_bytes());
-        digests.for_each(|digest| self.hash.update(&digest.to_le_bytes()));
+        self.hash.write(&chunk.0.to_le_bytes());
+        self.hash.write(&held.version.to_le_bytes());
+        self.hash.write(&held.full.to_bytes());
+        self.hash.write(&held.zero.to_bytes());
+        digests.for_each(|digest| self.hash.write(&digest.to_le_bytes()));
         self.pages += held.pages().len() as u64;
     }
 
     /// The sum.
     #[must_use]
     pub fn end(self, epoch: u64) -> Summary {
-        Summary { epoch, pages: self.pages, digest: self.hash.digest() }
+        Summary { epoch, pages: self.pages, digest: self.hash.finish() }
     }
 }
 

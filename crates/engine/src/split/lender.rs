@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::store::Claim;
 use sterna_sys::host::random_u128;
-use xxhash_rust::xxh3::xxh3_128;
+use twox_hash::XxHash3_128;
 
 use crate::paging::whereabouts::Holder;
 use crate::store::client::{MemoryHost, StoreError};
@@ -156,11 +156,11 @@ impl Lender {
     #[must_use]
     pub fn number(&self, guest: u128) -> u128 {
         if let Some(parity) = self.parity {
-            return guest ^ xxh3_128(parity.name_at(&self.peer).as_bytes());
+            return guest ^ XxHash3_128::oneshot(parity.name_at(&self.peer).as_bytes());
         }
         let name = match self.once[0].as_ref().or(self.mirror.as_ref()) {
-            Some(mirror) => xxh3_128(format!("{} {mirror}", self.peer).as_bytes()),
-            None => xxh3_128(self.peer.as_bytes()),
+            Some(mirror) => XxHash3_128::oneshot(format!("{} {mirror}", self.peer).as_bytes()),
+            None => XxHash3_128::oneshot(self.peer.as_bytes()),
         };
         guest ^ name
     }

@@ -1,7 +1,7 @@
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{Claim, Held, MAX_STRIPE, SLOT_BYTES};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 use zerocopy::little_endian::{U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -71,7 +71,7 @@ impl Header {
 impl RawHeader {
     fn sum(&self) -> u64 {
         let checked = HEADER_BYTES - size_of::<U64>();
-        xxh3_64_with_seed(&self.as_bytes()[..checked], 0)
+        XxHash3_64::oneshot(&self.as_bytes()[..checked])
     }
 }
 
@@ -132,7 +132,7 @@ impl Slot {
 impl RawSlot {
     fn sum(&self, chunk: ChunkIndex, key: u128) -> u64 {
         let checked = NOTE_BYTES - size_of::<U64>();
-        xxh3_64_with_seed(&self.as_bytes()[..checked], (key as u64) ^ (u64::from(chunk.0) << 32 | 1))
+        XxHash3_64::oneshot_with_seed((key as u64) ^ (u64::from(chunk.0) << 32 | 1), &self.as_bytes()[..checked])
     }
 }
 
@@ -183,6 +183,6 @@ impl RawChange {
     fn sum(&self, key: u128) -> u64 {
         let checked = Change::BYTES - size_of::<U64>();
         // Bytes that were never written are no change.
-        xxh3_64_with_seed(&self.as_bytes()[..checked], (key as u64) ^ 1)
+        XxHash3_64::oneshot_with_seed((key as u64) ^ 1, &self.as_bytes()[..checked])
     }
 }
