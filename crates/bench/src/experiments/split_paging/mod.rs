@@ -179,7 +179,7 @@ impl Attempt for Paging {
 impl Paging {
     fn by_sterna(&self, site: &Site, scene: &Scene, runs: &mut [Run]) -> Result<()> {
         let lab = site.lab;
-        let options: &[&str] = if self.place == Place::Small { &["--huge-pages", "false"] } else { &[] };
+        let options: &[&str] = if self.place == Place::Small { &["--huge-pages", "off"] } else { &[] };
         let vm = SternaVm::start_with(lab, "a", scene.guest, &self.qemu.path, options)?;
         scene.begin()?;
         let memory = lenders::lenders(lab)?;
